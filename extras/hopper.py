@@ -1,8 +1,8 @@
-"""Operators of kernels.py in Gluon, where that is faster on Hopper GPUs (H100, H200), and `linear_chain`.
+"""What Gluon does faster than Triton on Hopper GPUs (H100, H200): two ways to attend, and `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
-On a Hopper GPU compress.py takes this module in kernels.py's place: operators have the same arguments, and
-every name that is not here is kernels.py's. This file is optional: delete it and everything still runs.
+On a Hopper GPU kernels.launch_attend asks `attend` here first, and the engine takes `chained_decode` for its
+decode step. This file is optional: delete it and everything still runs.
 """
 
 import functools
@@ -25,7 +25,6 @@ copy_rows = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.
 copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 operator = functools.partial(kernels.operator, library="kv_hopper")
-__getattr__ = functools.partial(getattr, kernels)  # of names that are not here
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -49,34 +48,29 @@ def _ring_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.c
 # ------------------------------------------------------------------------------ attention over stored tokens
 
 
-@operator(kernels.attended)
 def attend(
     q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
-) -> Tensor:  # fmt: skip
-    """kernels.attend. One kernel here attends keys in KIVI's codes that queries share (shares_keys), another
-    makes the logits of chosen keys, rebuilt from latents of all heads (streams_basis)."""
-    (B, Hq, D), Hkv = q.shape, values[0].shape[1]
-    shared = streamed = False
+    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float, key_stores: tuple,
+    value_stores: tuple
+) -> Tensor | None:  # fmt: skip
+    """kernels.launch_attend, of stores that it has checked, where a kernel here is faster; else None. One
+    attends keys in KIVI's codes that queries share (shares_keys), another makes the logits of chosen keys,
+    rebuilt from latents of all heads (streams_basis)."""
+    (_, Hq, D), Hkv = q.shape, values[0].shape[1]
     if index is None and kind == "channels" and not window:
         rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]
         fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
-        shared = fits and aligned(*keys, *values)
+        if fits and aligned(*keys, *values):
+            return _attend_shared(q, key_stores, value_stores, pos, bits, scale)
     if index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
         joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
         ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
         sizes = (*index.shape, Hq, Hkv, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
-        streamed = joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis)
-    if shared or streamed:  # what kernels.attend checks of the stores
-        kernels.check(pos=(pos, torch.int32, B), q=(q, q.dtype, B, Hq, D))
-        check_keys, *_ = kernels.KEYS[kind]
-        (stores, *_), (codes, *_) = check_keys(q, keys, Hkv), kernels.packed_values(q, values, bits)
-    if shared:
-        return _attend_shared(q, stores, codes, pos, bits, scale)
-    if streamed:
-        kind, keys = "logits", [_streamed_logits(q, index, *stores)]
-    return kernels.attend(q, kind, keys, values, bits, pos, index, window, scale)
+        if joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis):
+            logits = _streamed_logits(q, index, *key_stores)
+            return kernels.launch_attend(q, "logits", [logits], values, bits, pos, index, window, scale)
+    return None
 
 
 # ------------------------------------------------------------------- attention over compressed tokens (SALS)

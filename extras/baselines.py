@@ -1,0 +1,748 @@
+"""Other published methods, as rows to compare with: each is one block, as in compress.py.
+
+    python generate.py --method h2o                  a name that compress.METHODS lacks is looked up here
+    python calibrate.py fit --method palu            and so is how its artifact is fitted
+Methods: StreamingLLM, H2O, Keyformer, Quest, SALS as deployed, Double Sparsity, HShare, TurboQuant, ShadowKV
+and Palu. METHODS, at the end, is the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from compress import (
+    Artifact,
+    Cache,
+    Context,
+    DenseCache,
+    HostStore,
+    Int8Store,
+    KeepSettings,
+    Method,
+    RebuiltKeys,
+    ScaledStore,
+    TokenStore,
+    Window,
+    appended,
+    each_layer,
+    fold_values,
+    in_basis,
+    keep_setting,
+    kept_tokens,
+    kv_bias,
+    loki_tensors,
+    mix_rotation,
+    of_heads,
+    rank_of,
+    ring_positions,
+    setting,
+    within,
+)
+from kernels import as_fp16, gather_rows, pack, unpack
+from model import Llama, UserError, causal_attention
+
+# ----------------------------------------------------------------------------------------------- StreamingLLM
+
+
+@dataclass
+class StreamingSettings:
+    """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
+
+    sinks: int = setting(4, "x: first tokens that are kept")
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
+
+    def budget(self, capacity: int) -> tuple[int, int]:
+        return within(capacity, self.sinks, self.recent)
+
+
+class StreamingCache(DenseCache):
+    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
+
+    def __init__(self, context: Context, settings: StreamingSettings):
+        shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
+        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
+
+    def select(self, pos: Tensor, q: Tensor) -> None:
+        """All slots: they fill from the left, so that those up to pos hold a token."""
+        sinks = self.context.positions[: self.keys.x].expand(len(pos), -1)
+        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.keys.z)
+
+
+# ------------------------------------------------------------------ what the rows that select have in common
+
+
+def page_tokens(pages: Tensor, page: int) -> Tensor:
+    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are negative."""
+    return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
+
+
+class ProxyCache(DenseCache):
+    """K and V in full, and `proxies`, a store of what scoring reads instead of K: keys in a `basis` [Hkv, D,
+    r], or [B, Hkv, D, r], one of each entry."""
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)
+        self.write_proxies(where, k)
+
+    def write_proxies(self, where: tuple, k: Tensor) -> None:
+        basis = self.basis if self.basis.ndim == 3 else self.basis[where[0]]
+        self.proxies.write(where, in_basis(k, basis))
+
+    def select_pages(self, scores: Tensor, pos: Tensor, tail: int) -> Tensor:
+        """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
+        budget = 0, self.count // self.page - tail, tail
+        index = page_tokens(
+            kernels.select(scores, pos // self.page, budget, recent=True, kernel=self.kernel), self.page
+        )
+        return index.where(index <= pos[:, None, None], -1)
+
+    def score_bytes(self, length: int) -> int:
+        return length * self.proxies.token_bytes
+
+    def bytes_read(self, length: int) -> int:
+        return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
+
+
+# --------------------------------------------------------------------------------------------- H2O, Keyformer
+
+
+@dataclass
+class H2oSettings:
+    """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
+
+    keep: float = keep_setting(512, sets="bytes tokens")
+    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
+    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
+
+    def budget(self, capacity: int) -> tuple[int, int]:
+        """(heavy, recent) in tokens."""
+        total = kept_tokens(self.keep, capacity)
+        recent = max(1, total - round(self.heavy * total))
+        return total - recent, recent
+
+
+@dataclass
+class KeyformerSettings(H2oSettings):
+    """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
+
+
+def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
+    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
+    keys, values, positions, attention = stored
+    # 1. Where all slots are taken, forget the token with the least attention that is not recent.
+    now = int(positions[-1]) + 1
+    kept = torch.ones(len(keys), dtype=torch.bool)
+    if len(keys) == slots:
+        kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
+    new = k, v, torch.tensor(now), attention.new_tensor(0)
+    keys, values, positions, attention = appended((x[kept] for x in stored), *new)
+    # 2. Attend what is left, and add what each token gets.
+    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
+    return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
+
+
+class H2oCache(DenseCache):
+    """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
+
+    def __init__(self, context: Context, settings: H2oSettings):
+        budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
+        shape = heads, sum(budget), context.config.head_dim
+        super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
+        self.settings, self.recent = settings, budget[1]
+        self.table("position", heads, self.count, fill=-1)
+        self.table("attention", heads, self.count, dtype=torch.float32)
+        self.table("left", fill=context.capacity)  # tokens, by the prompt
+
+    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+        """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
+        return logits.softmax(-1)
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        c, places = self.config, self.context.positions[span]
+        # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
+        held, slots = min(span.start, self.count), (self.keys.rows, self.values.rows, self.position)
+        pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
+        tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
+        keys, _, position = tokens
+        last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
+        logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
+        later = position[:, None, None] > places[-last.shape[2] :, None]
+        attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
+        attention[:, :held] += self.attention[batch, :, :held]
+        ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
+        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
+        for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
+            slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
+        self.position[batch, :, kept.shape[1] :] = -1
+        self.left[batch] = self.context.capacity - span.stop
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        q, now = self.rope(q, pos), pos[:, None, None]
+        # 1. The new token takes an empty slot, or that of the least attention that is not recent.
+        cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
+        victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
+        where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
+        self.keys.rows[where], self.values.rows[where] = self.rope(k, pos), v
+        self.position[where] = pos[:, None]
+        self.attention.scatter_(2, victim[..., None], 0.0)
+        # 2. Attend all slots, and add what each has got.
+        live = self.position >= 0
+        self.report_selected(pos, self.position, live)
+        every = torch.full_like(pos, self.count - 1)
+        logits = kernels.scores(
+            q, self.keys.rows, None, every, self.scale, "each", kernel=self.kernel
+        )  # [B, Hkv, G, C]
+        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+        part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
+        self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
+        return kernels.attend_logits(logits, self.values.rows, every, kernel=self.kernel)
+
+    def bytes_read(self, length: int) -> int:
+        return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
+
+
+class KeyformerCache(H2oCache):
+    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated; tau goes from 1 to 2."""
+
+    def __init__(self, context: Context, settings: KeyformerSettings):
+        super().__init__(context, settings)
+        # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
+        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
+        self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
+
+    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
+        draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
+        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
+
+
+# ------------------------------------------------------------------------------------------------------ Quest
+
+
+@dataclass
+class QuestSettings:
+    """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
+
+    keep: float = keep_setting(512)
+    page: int = setting(16, "tokens of a page", within="[1, inf)")
+    skip: str = setting("0,1", "layers that attend every token")
+
+    def budget(self, capacity: int) -> tuple[int]:
+        """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
+        count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
+        return (count if count == capacity else min(max(3, count // page) * page, capacity),)
+
+
+def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages:
+    q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
+    keys, values = stored = appended(stored, k, v)
+    # 1. The least and the largest key of each page bound a query's logits there.
+    bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
+    low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
+    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
+    # 2. The best pages, and the last.
+    last = len(low) - 1
+    best = bound.log_softmax(-1).amax(0)[:last].topk(min(n - 1, last)).indices
+    tokens = (torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)).flatten()
+    tokens = tokens[tokens < len(keys)]
+    # 3. Attend their tokens.
+    return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
+
+
+class QuestCache(ProxyCache):
+    """The proxy of a page is the largest and the least key of every channel, after RoPE."""
+
+    def __init__(self, context: Context, settings: QuestSettings):
+        super().__init__(context, budget=settings.budget(context.capacity))
+        c, self.page = context.config, min(settings.page, context.capacity)
+        self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
+
+    def write_proxies(self, where: tuple, k: Tensor) -> None:
+        batch, pos = where
+        if isinstance(batch, int):  # whole pages, the first from its beginning; the last token fills up
+            page = slice(pos.start // self.page, -(-pos.stop // self.page))
+            tokens = torch.arange(page.start * self.page, page.stop * self.page, device=k.device)
+            k = self.keys.rows[batch, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
+            low, high = k.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
+        else:
+            page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
+            high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
+            high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
+        self.proxies.write((batch, page), torch.cat((high, low), -1))
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
+        last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
+        scores = kernels.scores(
+            bounds, *self.proxies.scored(last), last, self.scale, "largest", kernel=self.kernel
+        )
+        return self.select_pages(scores, pos, 1)
+
+    def score_bytes(self, length: int) -> int:
+        return super().score_bytes(-(-length // self.page))
+
+
+# ------------------------------------------------------------------------------------------- SALS as deployed
+
+
+@dataclass
+class SalsCannSettings(QuestSettings):
+    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
+
+    keep: float = keep_setting(0.25)
+    skip: str = setting("", "layers that attend every token")
+    rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
+    tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
+
+
+class SalsCannCache(ProxyCache):
+    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
+
+    def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
+        shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
+        stores = (Int8Store(*shape, D) for _ in range(2))
+        super().__init__(context, *stores, budget=settings.budget(context.capacity))
+        self.page = min(settings.page, context.capacity)
+        self.tail = min(settings.tail, self.count // self.page - 1)
+        r = rank_of(settings.rank, D)
+        r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
+        self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
+        self.proxies = ScaledStore(*shape, r, 4)
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
+        query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
+        logits = kernels.scores(
+            query, self.proxies.read(pos), None, pos, self.scale, "each", kernel=self.kernel
+        ).flatten(2)  # [B, Hkv, S]
+        logits = F.pad(logits, (0, -logits.shape[2] % self.page), value=-torch.inf)
+        scores = logits.unflatten(2, (-1, self.page)).logsumexp(-1)
+        return self.select_pages(scores, pos, self.tail)
+
+
+# ------------------------------------------------------------------------------------ Double Sparsity, HShare
+
+
+@dataclass
+class DoubleSparseSettings(KeepSettings):
+    """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
+
+    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]")
+    skip: str = setting("0,1", "layers that attend every token")
+
+
+class DoubleSparseCache(ProxyCache):
+    """The proxy of a key is its label: its r_c most important channels, after RoPE."""
+
+    def __init__(self, context: Context, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
+        super().__init__(context, budget=settings.budget(context.capacity))
+        c = context.config
+        r = rank_of(settings.channels, c.head_dim)
+        channels = F.one_hot(artifact["importance"][i].topk(r).indices, c.head_dim).mT  # [Hkv, D, r_c]
+        self.basis = channels.to(context.device, context.dtype)
+        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
+
+    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
+        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
+        scores, (x, _, z) = (
+            kernels.scores(
+                in_basis(q, self.basis), label, None, pos, self.scale, "largest", kernel=self.kernel
+            ),
+            self.budget,
+        )
+        return kernels.select(scores, pos, (x, count - x - z, z), recent=True, kernel=self.kernel)
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        return self.best(pos, q, self.proxies.rows, self.count)
+
+
+def fit_doublesparse(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
+    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
+    importance = moments()["post"].product
+    eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
+    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
+
+
+@dataclass
+class HshareSettings(DoubleSparseSettings):
+    """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
+
+    every: int = setting(8, "steps for which a selection is used", within="[1, inf)")
+    share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
+
+
+def share_map(overlap: Tensor, merged: int) -> Tensor:
+    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
+    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
+    n = len(overlap)
+    f = torch.arange(n, device=overlap.device)
+    pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
+    for _ in range(merged):
+        i, j = divmod(int(pairs.argmax()), n)
+        f[f == i] = j  # i itself, and what was merged into it before
+        pairs[i], pairs[:, i] = -torch.inf, -torch.inf
+    return f
+
+
+class HshareCache(DoubleSparseCache):
+    """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
+
+    def __init__(self, context: Context, settings: HshareSettings, *fitted):
+        super().__init__(context, settings, *fitted)
+        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
+        if merged >= heads:
+            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
+        selects, most = self.count < context.capacity, self.budget[1] + 1
+        if every > most and selects:
+            raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
+        self.every, self.merged = (every, merged) if selects else (1, 0)
+        self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
+        self.table("held", heads, self.held_count)  # the selection
+        self.table("since", fill=-self.every)
+        self.table("head", heads)  # whose selection a head uses
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        super().write_chunk(batch, span, q, k, v)
+        self.since[batch] = -self.every  # the first step selects
+        self.head[batch] = torch.arange(k.shape[1], device=k.device)
+        if self.merged:
+            # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
+            x, _, z = self.budget
+            count = min(self.held_count, max(x + z + 1, span.stop // 2))
+            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.rows[batch : batch + 1]
+            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
+            index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
+            member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
+            self.head[batch] = share_map(member @ member.T, self.merged).int()
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        index = self.best(pos, q, self.proxies.rows, self.held_count)
+        index = index.gather(1, self.head.long()[..., None].expand_as(index))
+        due = pos - self.since >= self.every  # [B]
+        self.since.copy_(torch.where(due, pos, self.since))
+        self.held.copy_(torch.where(due[:, None, None], index, self.held))
+        newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
+        # An entry that the budget covers is attended whole: its first `count` places, as far as written.
+        whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
+        index = torch.where(whole, places, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
+        return index.where(index <= pos[:, None, None], -1)
+
+    def score_bytes(self, length: int) -> int:
+        heads = self.config.n_kv_heads
+        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
+
+
+# ------------------------------------------------------------------------------------------------- TurboQuant
+
+
+@dataclass
+class TurboQuantSettings:
+    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
+
+    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
+
+
+# The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
+# as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
+LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
+LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+
+
+def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
+    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random rotation."""
+    norm = x.norm(dim=-1, keepdim=True)
+    y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
+    codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
+    return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """`pack`, which 3 bits enter as 2 and 1."""
+    return pack(codes, bits) if bits != 3 else torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse."""
+    low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
+    return unpack(packed, bits) if bits != 3 else unpack(low, 2) | unpack(high, 1) << 2
+
+
+class LevelStore(ScaledStore):
+    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
+
+    kind = "levels"  # which no kernel knows
+
+    def __init__(self, context: Context, bits: int):
+        width = context.config.head_dim
+        super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
+        levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
+        self.levels = torch.cat((-levels.flip(0), levels))
+        self.rotation = mix_rotation(width).to(context.device)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
+        rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
+        return pack_codes(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+
+    def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return self.levels[unpack_codes(rows, self.bits).int()] * scale[..., None].float()
+
+    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
+        return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q.float() @ self.rotation @ self.rotated(self.rows, self.scale).mT
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return weights @ self.rotated(self.rows, self.scale) @ self.rotation.mT
+
+
+def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
+    return DenseCache(context, *(LevelStore(context, settings.bits) for _ in range(2)))
+
+
+# --------------------------------------------------------------------------------------------------- ShadowKV
+
+
+@dataclass
+class ShadowKvSettings:
+    """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
+
+    keep: float = keep_setting(1024)
+    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
+    chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
+    outliers: int = setting(48, "chunks least like their mean, kept exactly")
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        """(selected, outliers, recent) in tokens that are attended at most."""
+        return within(capacity, *self.layout(capacity))
+
+    def layout(self, capacity: int) -> tuple[int, int, int]:
+        """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
+        chunk = min(self.chunk, capacity)
+        outliers, recent = self.outliers * chunk, self.recent + chunk - 1
+        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
+        if total >= capacity:
+            return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
+        selected = (total - outliers - recent) // chunk
+        if selected < 1:
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
+            raise UserError(f"--keep {self.keep:g} of {capacity} leaves no chunk of {chunk} beside {exact}")
+        return selected * chunk, outliers, recent
+
+
+def shadowkv_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
+) -> tuple:
+    """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
+
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents [S - 1, r], K
+    after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's
+    SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select, tokens of a chunk, recent tokens."""
+    (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
+    q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
+    latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
+    q, near = q.unflatten(0, (heads, -1)), max(0, S - recent) // chunk
+    for h in range(heads):
+        # 1. The n best of the older chunks, by the largest weight that a query gives their mean key.
+        landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
+        scores = (q[h] @ landmarks.mT * D**-0.5).log_softmax(-1).amax(0)[:near]
+        scores[outliers[h][outliers[h] < near]] = -torch.inf
+        best = scores.topk(min(n, int(scores.isfinite().sum()))).indices
+        # 2. Rebuild their keys; outliers and recent tokens are exact.
+        rebuilt, far = ((c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h]))
+        exact = torch.cat((far, torch.arange(near * chunk, S)))
+        k_best = rope((latents[rebuilt] @ U.unflatten(0, (heads, D))[h].mT)[:, None], rebuilt)[:, 0]
+        # 3. Attend. The values of what is rebuilt come from host memory.
+        tokens = torch.cat((rebuilt, exact))
+        weights = (q[h] @ torch.cat((k_best, keys[exact, h])).mT * D**-0.5).softmax(-1)
+        outputs.append(weights @ values[tokens, h])
+        chosen.append(tokens)
+    return torch.cat(outputs), chosen, stored
+
+
+class ShadowKvCache(Cache):
+    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
+    outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
+
+    def __init__(self, context: Context, settings: ShadowKvSettings):
+        super().__init__(context)
+        c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
+        self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
+        self.r = rank_of(settings.rank, c.kv_dim)
+        heads, d = c.n_kv_heads, c.head_dim
+        self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
+        self.table("latent", context.capacity, self.r, dtype=context.dtype)
+        self.table("landmark", heads, -(-context.capacity // self.chunk), d, dtype=context.dtype)
+        self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
+        self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
+        self.ring = Window(context, heads, 2 * d, 0, self.z)
+        self.values = HostStore(context, heads, context.capacity, d)
+
+    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+        """Rebuilt keys, but for those of outliers and recent tokens."""
+        keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
+        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
+        index = page_tokens(self.outlier[batch], self.chunk)  # [Hkv, m], negative for none
+        head, place = (index >= 0).nonzero(as_tuple=True)
+        kv[index[head, place], head] = self.outliers.rows[batch, head, place]
+        return self.ring.overlay(batch, kv).chunk(2, -1)
+
+    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+        flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
+        if not span.start:
+            gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
+            self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+        self.latent[batch, span] = flat @ self.basis[batch]
+        begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
+        keys = torch.cat((self.ring.rows[batch, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
+        chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
+        landmark = chunks.mean(1)  # [n, Hkv, D]
+        self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        kv = torch.cat((k, v), -1)
+        if not span.start:  # the outliers: old chunks that are least like their mean
+            old = max(0, len(k) - self.settings.recent) // self.chunk
+            likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
+            ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
+            self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
+            tokens, heads = page_tokens(ids, self.chunk), torch.arange(len(ids), device=k.device)[:, None]
+            self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
+        self.values.write((batch, span), v)
+        self.ring.write((batch, span), kv)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        batch = self.context.batch_ids
+        self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+        q, k = self.rope(q, pos), self.rope(k, pos)
+        self.ring.write((batch, pos), torch.cat((k, v), -1))
+        self.values.write((batch, pos), v)
+        # The mean of the last chunk is written at every step and read when the chunk is whole.
+        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.z
+        mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
+        self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
+        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
+        near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
+        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
+        index = self.select(pos, q, first - 1)
+        tokens = torch.cat((page_tokens(self.outlier, self.chunk), index, near), 2)  # negative for none
+        self.report_selected(pos, tokens, tokens >= 0)
+        # K = RoPE(A U^T) and V of the selected tokens.
+        index = index.clamp(min=0)
+        latent = self.latent[batch[:, None, None], index]  # [B, Hkv, n, r]
+        rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
+        chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
+        parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
+        k_all, v_all = (torch.cat(part, 2) for part in parts)
+        return kernels.attend_rows(q, k_all, v_all, tokens >= 0, scale=self.scale, kernel=self.kernel)
+
+    def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
+        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
+        whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
+        outlier = (self.outlier[..., None] == torch.arange(self.landmark.shape[2], device=pos.device)).any(2)
+        scores = kernels.scores(
+            q, self.landmark, None, whole, self.scale, "largest", kernel=self.kernel
+        ).masked_fill(outlier, -torch.inf)
+        best = kernels.select(scores, last, (0, self.selected // self.chunk, 0), kernel=self.kernel)
+        return page_tokens(best, self.chunk)
+
+    def bytes_read(self, length: int) -> int:
+        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
+        c, recent = self.config, min(self.z, length)
+        outliers = min(self.outlier_tokens, max(0, length - recent))
+        chosen = min(self.selected, max(0, length - recent - outliers))
+        elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
+        elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
+        return elements * self.context.dtype.itemsize
+
+
+# ------------------------------------------------------------------------------------------------------- Palu
+
+
+@dataclass
+class PaluSettings:
+    """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
+
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
+
+    def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
+        """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
+        basis = artifact[f"{kind}.basis"][i]
+        return basis[..., : rank_of(self.keep, basis.shape[-1])]
+
+
+def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D] after RoPE,
+    k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1,
+    d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
+    latents, values = stored = appended(stored, k @ R, v)
+    keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
+    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
+
+
+class PaluCache(Cache):
+    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
+
+    def __init__(self, context: Context, settings: PaluSettings, attention, artifact: Artifact, i: int):
+        super().__init__(context)
+        basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
+        shape = len(basis), context.capacity, basis.shape[2]
+        latents, basis = TokenStore(context, *shape), basis.to(context.device)
+        self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
+        self.values = TokenStore(context, *shape)
+
+    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
+        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
+        self.keys.latents.write(where, in_basis(k - self.keys.bias, self.keys.basis))
+        self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
+
+    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.write((batch, span), k, latent)
+        k, v = (store.past(batch, span.stop) for store in (self.keys, self.values))
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
+        return causal_attention(self.rope(q, span), k, padded)[..., : v.shape[-1]]
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.write((self.context.batch_ids, pos), k, latent)
+        return kernels.attend(
+            self.rope(q, pos), self.keys, self.values, pos, scale=self.scale, kernel=self.kernel
+        )
+
+
+def fit_palu(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
+    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
+    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
+    from calibrate import head_bases  # only now: it imports generate
+
+    biases = [kv_bias(layer.attention, model.config) for layer in model.layers]
+
+    def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
+
+    values, basis = head_bases(model, tokens, "palu", keys_and_values)
+    kept = values[..., : model.config.head_dim // 2].norm() / values.norm()
+    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
+    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
+
+
+# -------------------------------------------------------------------------------------------------- the table
+
+IMPORTANCE = "extras.baselines:fit_doublesparse", of_heads("importance")
+PALU = "extras.baselines:fit_palu", of_heads("k.basis", "v.basis")
+METHODS = {
+    "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
+    "h2o": Method(H2oSettings, each_layer(H2oCache)),
+    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
+    "quest": Method(QuestSettings, each_layer(QuestCache)),
+    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), "calibrate:fit_loki", loki_tensors),
+    "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
+    "hshare": Method(HshareSettings, each_layer(HshareCache), *IMPORTANCE),
+    "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
+    "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),
+}

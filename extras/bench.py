@@ -1,0 +1,300 @@
+"""Time decode steps and one layer's attention over filled caches, and draw tables.
+
+    python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
+    python -m extras.bench speed --rows FILE --csv speed.csv
+    python -m extras.bench plot docs/eval-nano.csv docs/speed.csv --out docs
+A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. No prompt
+is read: the caches are filled with random numbers. Dense comes first for each shape, sequences and tokens.
+"""
+
+import argparse
+import csv
+import dataclasses
+import gc
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_folder
+from generate import Engine, Parser, Sampling, clock
+from model import SHAPES, UserError
+
+SHAPES["nano"] = NANO  # which --random_weights then takes
+ROOM = 256  # tokens of a cache beyond those that it holds
+COSTS = ("bytes/token", "read/step")  # columns of eval's table
+
+# ------------------------------------------------------------------------------------------------------- rows
+
+
+class Row(NamedTuple):
+    label: str
+    shape: str
+    sequences: int
+    tokens: int
+    options: str = "--method dense"
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        try:
+            label, shape, sequences, tokens, options = map(str.strip, text.split("|"))
+            return cls(label, shape, int(sequences), int(tokens), options)
+        except ValueError:
+            raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
+
+
+def filled_engine(row: Row, device: str, *more: str) -> Engine:
+    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind."""
+    line = f"--random_weights {row.shape} --prompt {row.tokens} --batch_size {row.sequences} {row.options}"
+    args = generate.parse_args([*line.split(), "--device", device, *more])
+    model, _ = generate.load(row.shape, device, args.dtype, args.weights, args.method, args.options)
+    size = row.sequences, row.tokens + ROOM
+    how = Sampling(), args.compile, args.kernels
+    engine = generate.build_engine(row.shape, model, args.method, args.options, *size, *how)
+    for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
+        for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
+            if part.dtype in (torch.uint8, torch.int8):
+                part.random_(*((0, 256) if part.dtype == torch.uint8 else (-127, 128)))
+            elif part.is_floating_point():
+                part.uniform_(0.001, 0.01) if "scale" in name else part.normal_()
+    engine.pos.fill_(row.tokens)
+    return engine
+
+
+def times_of(run: Callable, device: torch.device, runs: int) -> list[float]:
+    """Microseconds of each run but a first one, rising."""
+    times = []
+    for _ in range(1 + runs):
+        started = clock(device)
+        run()
+        times.append((clock(device) - started) * 1e6)
+    return sorted(times[1:])
+
+
+def time_step(row: Row, device: str) -> Iterator[dict]:
+    """Milliseconds of a decode step: the median, least and most of five times 24. Bytes of all caches, and
+    those that a step reads."""
+    engine = filled_engine(row, device)
+
+    def steps() -> None:
+        engine.pos.fill_(row.tokens)
+        for _ in range(24):
+            engine.step()
+
+    times = [us / 24e3 for us in times_of(steps, engine.pos.device, 5)]
+    held = sum(cache.measured() + cache.host_bytes() for cache in engine.caches)
+    read = row.sequences * sum(cache.bytes_read(row.tokens) for cache in engine.caches)
+    yield {"ms": times[2], "least": times[0], "most": times[-1], "bytes": held, "bytes_read": read}
+
+
+@torch.no_grad()
+def run_rows(args: argparse.Namespace) -> None:
+    rows = [Row.parse(text) for text in args.row]
+    rows += [Row.parse(line) for line in generate.read_text(args.rows).splitlines()] if args.rows else []
+    table = []
+    for size in dict.fromkeys(row[1:4] for row in rows):
+        others = [row for row in rows if row[1:4] == size and row.label != "dense"]
+        for row in [Row("dense", *size), *others]:
+            about = {"model": row.shape, "batch": row.sequences, "length": row.tokens, "method": row.label}
+            try:
+                for figures in args.measure(row, args.device):
+                    table.append(about | figures)
+                    told = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in table[-1].items()}
+                    print("  ".join(f"{name} {x}" for name, x in told.items()), flush=True)
+            except (UserError, RuntimeError) as error:  # most often for lack of memory
+                print(f"{row.label}: no figures: {error}".partition("\n")[0], file=sys.stderr)
+            if args.csv and table:
+                save_csv(args.csv, [*table[0]], table)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------- one layer's operations
+
+
+def median_us(calls: list[Callable], device: torch.device) -> float:
+    """Microseconds of calls one after another, on CUDA as one graph."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if device.type == "cuda":
+        run()  # a capture cannot compile
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+    return times_of(run, device, 15)[7]
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what is called of the kernels' operators: (operator, arguments, result)."""
+
+    calls = ()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.namespace.startswith("kv_"):  # made by kernels.operator
+            self.calls = (*self.calls, (function, args, out))
+        return out
+
+
+def bytes_moved(name: str, args: tuple, out) -> float:
+    """The least that an operator moves: its arguments once, of a cache only the tokens and dims it reads."""
+    tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
+    total = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    tokens = max((x.shape[2] for x in tensors if x.ndim == 4), default=1)
+    chosen = [x.shape[-1] for x in tensors if x.dtype == torch.int32 and x.ndim > 1]
+    if name == "scores":  # the leading dims of latents or keys
+        return total * args[0].shape[-1] / args[1].shape[-1]
+    return total * (1 if name == "append" else min([tokens, *chosen])) / tokens
+
+
+def time_layer(row: Row, device: str) -> Iterator[dict]:
+    """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
+    each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
+    plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
+    SHAPES["bench"] = dataclasses.replace(SHAPES[row.shape], n_layers=4, vocab_size=256)
+    engine = filled_engine(row._replace(shape="bench"), device, "--no-compile")
+    layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
+    c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
+    large = like.new_ones(4096, 1 << (15 if cuda else 8))
+    reads = [partial(torch.amax, large, -1)] * 8
+    reads_us = median_us(reads, pos.device)
+
+    def cold_us(call: Callable) -> float:
+        calls = [part for read in reads for part in (read, call)]
+        return (median_us(calls, pos.device) - reads_us) / len(reads)
+
+    def attention(qkv: Tensor) -> Tensor:
+        return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+
+    qkv = like.new_empty(row.sequences, len(like)).normal_()
+    heads = (c.n_heads, 1), (c.n_kv_heads, row.tokens), (c.n_kv_heads, row.tokens)
+    plain = [like.new_empty(row.sequences, *sizes, c.head_dim).normal_() for sizes in heads]
+    dense = partial(F.scaled_dot_product_attention, *plain, enable_gqa=c.n_heads > c.n_kv_heads)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if cuda else SDPBackend.FLASH_ATTENTION):
+        dense_us = cold_us(dense)
+    with Recorder() as recorder:
+        attention(qkv)
+    whole = partial(torch.compile(attention, dynamic=False) if cuda else attention, qkv)
+    timed = [("attention", whole, cache.bytes_read(row.tokens) * row.sequences)]
+    for function, args, out in recorder.calls:
+        name = function._opname
+        timed.append((name, partial(function, *args), bytes_moved(name, args, out)))
+    for name, call, nbytes in timed:
+        us, limit = cold_us(call), nbytes * reads_us / (len(reads) * large.nbytes)
+        figures = {"us": us, "dense_us": dense_us, "limit_us": limit, "share": limit / us}
+        yield {"operation": name, "bytes": round(nbytes)} | figures
+
+
+# --------------------------------------------------------------------------------------------------- pictures
+
+
+def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, float, float]]:
+    """What a table shows: title, labels of both axes, a line's label, and a point of it, x and y.
+
+    An evaluation: retrieval as a part of dense's, and KL, against bytes/token and read/step, a line a method.
+    `speed`: a panel a method, its attention and PyTorch's. Losses of training: a line a run. Ranks: as they
+    are."""
+    if "loss" in rows[0]:
+        for row in rows:
+            yield "", "tokens", "training loss", row.get("run", name), row["tokens"], row["loss"]
+    elif "layer" in rows[0]:
+        for row, kind in itertools.product(rows, ("pre", "post")):
+            yield "", "layer", "dims that hold 90 % of the energy", f"{kind}-RoPE", row["layer"], row[kind]
+    elif "us" in rows[0]:
+        for row, (kind, more) in itertools.product(rows, (("us", ""), ("dense_us", ", PyTorch's dense"))):
+            if row.get("operation", "attention") == "attention":
+                line = f"{row['model']}, batch {row['batch']}{more}"
+                yield row["method"], "tokens a row", "us a layer", line, row["length"], row[kind]
+    else:
+        dense = {row["method"]: row for row in rows}["dense"]
+        tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
+        for row, cost in itertools.product(rows, COSTS):
+            method = re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
+            shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
+            losses = [float(row[c]) for c in row if c.startswith("kl ") and row[c]]
+            if shares:
+                yield "", cost, "retrieval, % of dense", method, row[cost], np.mean(shares)
+            if any(losses):  # dense's 0 has no logarithm
+                yield "", cost, "KL to dense, nats", method, row[cost], np.mean(losses)
+
+
+def draw(path: Path, png: Path) -> None:
+    """The picture of a table: a panel for each title and pair of axes, logarithmic where a range is wide."""
+    from matplotlib.figure import Figure  # only now: nothing else needs it
+
+    panels, styles, shown = {}, {}, {}
+    for *panel, line, x, y in points(list(csv.DictReader(generate.read_text(path).splitlines())), path.stem):
+        panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
+        form = ("os^vDP*X"[len(styles) // 10 % 8], "") if panel[1] in COSTS else (".", "-")
+        styles.setdefault(line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]})
+    columns = 2 if len(panels) == 4 else min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure((5.5 * columns, 4.5 * lines), layout="constrained")
+    for i, ((title, xlabel, ylabel), of_panel) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(lines, columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
+        axis.grid(alpha=0.3)
+        for line, at in of_panel.items():
+            (shown[line],) = axis.plot(*zip(*sorted(at), strict=True), **styles[line])
+        x, y = zip(*itertools.chain(*of_panel.values()), strict=True)
+        axis.set_xscale("log" if max(x) > 8 * min(x) > 0 else "linear")
+        axis.set_yscale("log" if max(y) > 20 * min(y) > 0 else "linear")
+    labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
+    figure.legend(shown.values(), labels, loc="outside lower center", ncols=min(4, 2 * columns))
+    with replacing(png.parent, png.name) as partial:
+        figure.savefig(partial / png.name, dpi=150)
+    print(png)
+
+
+def run_plot(args: argparse.Namespace) -> None:
+    for path in args.tables:
+        try:
+            draw(path, args.out / f"{path.stem}.png")
+        except ImportError:
+            raise UserError("pictures need matplotlib: pip install matplotlib") from None
+        except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: no table of eval, speed, ranks or train --log ({error!r})") from None
+
+
+# ------------------------------------------------------------------------------------------- the command line
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, measure in (("step", time_step), ("speed", time_layer)):
+        p = commands.add_parser(name, help=measure.__doc__.split(":")[0], description=measure.__doc__)
+        p.set_defaults(run=run_rows, measure=measure)
+        generate.add_device_option(p)
+        p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
+        p.option("--rows", Path, None, "a file of rows", metavar="FILE")
+        p.option("--csv", writable_file, None, "also write the table to this file")
+    p = commands.add_parser("plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__)
+    p.set_defaults(run=run_plot)
+    p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, ranks or train --log")
+    p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    args.run(args)
+
+
+if __name__ == "__main__":
+    generate.run_command(main)
