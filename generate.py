@@ -145,7 +145,7 @@ class Engine:
         started = time.time()
         # extras/hopper.py may have a decode step of its own, with the same logits.
         hopper = kernels.hopper(context.device) if context.kernel else None
-        chained = hopper and hopper.chained_decode(model, context.batch_size, model_file.shared_memory)
+        chained = hopper and hopper.chained_decode(model, context.batch_size)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
         self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]

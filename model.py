@@ -15,15 +15,12 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
-import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
-from itertools import permutations
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -92,25 +89,6 @@ def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
         if size is not None and size < whole.shape[dim]:
             whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
     return whole
-
-
-@lru_cache
-def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
-    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
-    for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
-    The first call is of all ranks together."""
-    rank, n = ranks()
-    if n == 1:
-        return ()
-    one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
-    if not (one_host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
-        return None
-    import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
-
-    memory = symmetric.empty(n * nbytes, dtype=torch.uint8, device=device).zero_()
-    torch.cuda.synchronize()  # before others write there
-    addresses = symmetric.rendezvous(memory, dist.group.WORLD).buffer_ptrs
-    return memory, torch.tensor(addresses, device=device), rank
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -580,13 +558,6 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     return min(limits)
 
 
-def check_free(needed: int, device: torch.device, what: str, advice: str) -> None:
-    """Raises UserError where less than `needed` bytes are free."""
-    if needed > (free := free_memory(device)):
-        fault = f"{what} need {human(needed)}, {human(free)} are free ({device.type})"
-        raise UserError(f"not enough memory: {fault}; {advice}")
-
-
 def build(c: ModelConfig, device: torch.device, dtype: torch.dtype, fill, fold=None, name="random") -> Llama:
     """The network, or this rank's share of it; fill(model, part) gives the module `part` its weights.
 
@@ -598,7 +569,9 @@ def build(c: ModelConfig, device: torch.device, dtype: torch.dtype, fill, fold=N
     if fold:  # what stays in floating point need not take four bytes
         model.tok_embeddings.to(torch.bfloat16)
     needed = sum(p.numel() if fold else p.nbytes for p in model.parameters())
-    check_free(needed, device, "the weights", "use a smaller model, --dtype bf16 or --weights int8")
+    if needed > (free := free_memory(device)):
+        fault = f"the weights need {human(needed)}, {human(free)} are free ({device.type})"
+        raise UserError(f"not enough memory: {fault}; use a smaller model, --dtype bf16 or --weights int8")
     parts = ["tok_embeddings", "norm", "output", *(f"layers.{i}" for i in range(c.n_layers))]
     for i, part in enumerate(parts, -3):
         module = model.get_submodule(part)
@@ -671,7 +644,6 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": T
 NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
     "Prepend": {"prepend": ""},
     "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
-    "ByteLevel": {"add_prefix_space": False},
 }
 
 
@@ -743,6 +715,9 @@ class Tokenizer:
         for ids in (file.get("eos_token_id") for file in (config, generation)):
             self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
         self.vocab_size = max(vocab.values()) + 1
+        # Ids that no text may become, with the characters to encode instead.
+        letters = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
+        self.spelled = {i: name for i, name in letters if name or i in {self.bos_id, *self.stop_ids}}
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
         if isinstance(template, list):  # several, each for a use
@@ -751,13 +726,6 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple:  # the library cannot be pickled for another process, which loads it again
         return load_tokenizer, (self.folder,)
-
-    @cached_property
-    def spelled(self) -> dict[int, str]:
-        """Ids that no text may become, with the characters to encode instead."""
-        ends = {self.bos_id, *self.stop_ids}
-        names = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
-        return {i: name for i, name in names if name or i in ends}
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
@@ -931,22 +899,3 @@ def sentencepiece_json(content: bytes, settings: dict) -> tuple[dict, dict]:
     ends = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id()}
     defaults = {key: sp.id_to_piece(i) for key, i in ends.items() if i >= 0}
     return data, defaults | {"add_bos_token": True}
-
-
-def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: bool = False) -> bytes:
-    """A tokenizer.model that holds a BPE with byte fallback: each id's piece, score and type.
-
-    add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4 user-defined,
-    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto."""
-
-    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
-        n = len(message)
-        return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
-
-    # BPE with byte fallback, then what is done to spaces: maybe one added, none removed, written as ▁
-    spaces = bytes([0x18, add_space, 0x20, 0, 0x28, 1])
-    proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, spaces))
-    for word, score, kind in pieces:
-        data = sized(0x0A, word.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind])
-        proto += sized(0x0A, data)
-    return bytes(proto)

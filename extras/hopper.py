@@ -7,9 +7,12 @@ decode step. This file is optional: delete it and everything still runs.
 
 import functools
 import math
+import os
 from collections.abc import Sequence
+from itertools import permutations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
 from kernels import SMS, _half_at, _largest_sum, _wait_for_previous, constexpr_function
+from model import ranks
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -888,7 +892,7 @@ def linear_chain(
     W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's W_qkv or the logits'; their
     biases, or None; norms and eps, of the RMSNorm before W_13 and of that before W -> x'' [rows, dim] and
     W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8. ValueError for what does not fit.
-    shared, rank: of several ranks with GPUs of one kind, the two last of model.shared_memory.
+    shared, rank: of several ranks with GPUs of one kind, the two last of shared_memory.
 
     The kernel before must not write the first weights, which are read while it still runs (see overlapped).
     The first call on a device must not be in a capture. Truth: model.Layer."""
@@ -964,9 +968,28 @@ def decode_in_chains(shared, model, tokens, pos, caches, first, attend) -> Tenso
     return out
 
 
-def chained_decode(model, rows: int, shared_memory) -> tuple | None:
+@functools.lru_cache
+def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
+    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
+    for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
+    The first call is of all ranks together."""
+    rank, n = ranks()
+    if n == 1:
+        return ()
+    one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
+    if not (one_host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
+        return None
+    import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
+
+    memory = symmetric.empty(n * nbytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize()  # before others write there
+    addresses = symmetric.rendezvous(memory, dist.group.WORLD).buffer_ptrs
+    return memory, torch.tensor(addresses, device=device), rank
+
+
+def chained_decode(model, rows: int) -> tuple | None:
     """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8.
-    shared_memory: model.py's. None as well where several ranks share none."""
+    None as well where several ranks share no memory."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
     if not chains_linears(x, *inputs) or model.output.weight.dtype != x.dtype:

@@ -1282,7 +1282,7 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
     """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
     calls, logits = [], []
     monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
-    monkeypatch.setattr(model_file, "shared_memory", lambda *_: (None, "addresses", 3))
+    monkeypatch.setattr(hopper, "shared_memory", lambda *_: (None, "addresses", 3))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
         model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
@@ -1323,9 +1323,9 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
     assert not served(16, 128, generation=8) and not served(16, 128, generation=10)
     monkeypatch.setattr(hopper, "chains_linears", lambda *_: True)
     model = tiny_model()
-    assert hopper.chained_decode(model, 2, lambda *_: ()) and not hopper.chained_decode(
-        model, 2, lambda *_: None
-    )
+    assert hopper.chained_decode(model, 2)
+    monkeypatch.setattr(hopper, "shared_memory", lambda *_: None)  # of several ranks
+    assert not hopper.chained_decode(model, 2)
 
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
