@@ -584,13 +584,11 @@ def add_model_options(parser: Parser) -> None:
     about = "a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)"
     parser.add_argument("--checkpoint", type=Path, default=NANO, metavar="FOLDER", help=about)
     add_device_option(parser)
-    about = "fp32, bf16 or fp16; auto: fp32 on the CPU, bf16 on a GPU"
-    parser.option("--dtype", str, "auto", about, choices=("auto", *DTYPES))
+    parser.option("--dtype", str, "auto", "auto: fp32 on the CPU, bf16 on a GPU", choices=("auto", *DTYPES))
 
 
 def add_weights_option(parser: Parser) -> None:
-    about = "int8: weights of the linear layers in 8 bits, with a scale for each output (default: as --dtype)"
-    parser.option("--weights", str, None, about, choices=("int8",))
+    parser.option("--weights", str, None, "weights of the linear layers in 8 bits", choices=("int8",))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -601,14 +599,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     add_model_options(parser)
     add_weights_option(parser)
-    about = "random weights of a published shape, to measure speed"
-    parser.option("--random_weights", str, None, about, choices=model_file.SHAPES)
+    parser.option("--random_weights", str, None, "of this shape, to time a step", choices=model_file.SHAPES)
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
-    about = "a question to feed after the prompt, answered by a line; repeat it for several, one by one"
-    parser.option("--ask", str, None, about, action="append", metavar="TEXT")
+    parser.option("--ask", str, None, "a question after it, answered in a line; repeat it", action="append")
     parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
     parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
@@ -618,8 +614,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
     parser.flag("--compile", "compile the step (default: on CUDA)", argparse.BooleanOptionalAction)
-    about = "the Triton kernels, or plain PyTorch (default: kernels on CUDA)"
-    parser.flag("--kernels", about, argparse.BooleanOptionalAction)
+    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", argparse.BooleanOptionalAction)
     parser.flag("--interactive", "read one turn a line from the terminal")
     parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
     parser.option("--system", str, "", "with --chat: the system message", metavar="TEXT")
@@ -633,13 +628,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     texts = [*(args.prompt or ()), *(args.ask or ()), args.system]
     "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
-    batch = args.prompt or args.ask or args.batch_size or args.json
+    batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
     for wrong, fault in (
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
-        (args.chat and args.ask, "--ask is fed as it stands; ask in a --chat by --interactive"),
-        (args.chat and not args.prompt and not args.interactive, "--chat needs a --prompt or --interactive"),
+        (args.chat and (args.ask or not one), "--chat needs a --prompt or --interactive, and takes no --ask"),
         (args.system and not args.chat, "--system needs --chat"),
     ):
         if wrong:
@@ -821,10 +815,11 @@ def joined_ranks() -> Iterator[None]:
 
 def run_command(run: Callable[[], None]) -> None:
     """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
-    with suppress(AttributeError):  # of a stream that is closed
-        sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # a terminal may know fewer characters than a model
+    as_files, known = {"encoding": "utf-8-sig", "newline": None}, {"errors": "replace"}
+    for name, mode, how in (("stdin", "r", as_files), ("stdout", "w", known), ("stderr", "w", known)):
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))  # None: it is closed
+        with suppress(AttributeError):  # a terminal may know fewer characters than a model
+            getattr(sys, name).reconfigure(**how)
     try:
         with joined_ranks():
             run()

@@ -3897,7 +3897,7 @@ BAD_COMMANDS = {
     "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "not both",
     "generate --random_weights llama-2-7b --prompt hi": "give --prompt N",
     "generate --prompt caf\udce9": "not UTF-8",
-    "generate --chat --prompt hi --ask who?": "--interactive",
+    "generate --chat --prompt hi --ask who?": "takes no --ask",
     "generate": "no demo.txt",
     "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
@@ -4318,8 +4318,9 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
     monkeypatch.setattr(sys, "stdout", stdout)
     for name in ("stdin", "stderr"):
         monkeypatch.setattr(sys, name, None)  # closed
-    generate.run_command(lambda: print("snow \u2603", flush=True))
-    assert stdout.buffer.getvalue() == b"snow ?\n"
+    generate.run_command(lambda: print("snow \u2603", sys.stdin.read(), flush=True))
+    generate.run_command(lambda: print("to print(file=None)", file=sys.stderr, flush=True))
+    assert stdout.buffer.getvalue() == b"snow ? \n"
 
 
 def test_files_are_utf_8_in_every_locale(tmp_path):
