@@ -801,15 +801,19 @@ def test_a_row_that_cannot_run_is_named_and_the_others_go_on(cli, monkeypatch):
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config())
     monkeypatch.setattr(bench, "median_us", lambda calls, device: len(calls))  # so each takes 1 us
-    row = bench.Row("", "tiny", 2, 40, "--method topk --keep 10 --kernels --dtype fp32")
-    with torch.no_grad():
-        moved = {row["operation"]: row["bytes"] for row in bench.time_layer(row, DEVICE)}
-    assert list(moved) == ["attention", "scores", "select", "attend"]
-    keys, q, pos, index = 2 * 4 * (40 + bench.ROOM) * 16 * 4, 2 * 8 * 16 * 4, 2 * 4, 2 * 8 * 10 * 4
-    logits = moved["scores"] - keys - q - pos
-    assert 2 * 4 * (40 + bench.ROOM) * 4 <= logits <= 3 * 2 * 8 * (40 + bench.ROOM) * 4
-    share = 10 / (40 + bench.ROOM)
-    assert moved["attend"] == pytest.approx((2 * keys + 2 * q + pos + index) * share, rel=0.1)
+
+    def moved(method: str) -> dict[str, int]:
+        row = bench.Row("", "tiny", 2, 40, f"--method {method} --kernels --dtype fp32")
+        with torch.no_grad():
+            return {row["operation"]: row["bytes"] for row in bench.time_layer(row, DEVICE)}
+
+    topk, loki = moved("topk --keep 10"), moved("loki --k 10 --d 0.5")
+    assert list(topk) == list(loki) == ["attention", "scores", "select", "attend"]
+    keys, q = 2 * 4 * (40 + bench.ROOM) * 16 * 4, 2 * 8 * 16 * 4
+    assert keys + q < topk["scores"] < 1.2 * keys and 0.5 < loki["scores"] / topk["scores"] < 0.6
+    for attend in (topk["attend"], loki["attend"]):  # 10 tokens of keys and values
+        assert attend == pytest.approx(2 * keys * 10 / (40 + bench.ROOM), rel=0.05)
+    assert topk["select"] < topk["scores"] - keys + q
 
 
 EVAL_HEAD = "method,bytes/token,read/step,kl python,single 64"
