@@ -44,6 +44,10 @@ def checked(path: Path, fault: str) -> Iterator[None]:
     except (UserError, OSError, MemoryError, ImportError, NameError):
         raise
     except Exception as error:
+        # Python says both of a wrong type in a JSON file and of a mistake here or in a package.
+        json_type = re.search(r"\b(dict|list|sequence|str|string|int|float|bool|NoneType)\b", str(error))
+        if isinstance(error, AttributeError | TypeError) and not json_type:
+            raise
         raise UserError(f"{path}: {fault}; download it again ({error!r})") from error
 
 

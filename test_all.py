@@ -3856,6 +3856,12 @@ def test_a_failed_compile_ends_in_one_line(cli):
     assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
 
 
+@pytest.mark.parametrize("fault", [ImportError("x"), NameError("x"), TypeError("f() got an argument 'x'")])
+def test_a_fault_of_the_program_or_a_package_is_not_the_file_s(fault, folder):
+    with mock.patch.object(model_file, "safe_open", side_effect=fault), pytest.raises(type(fault)):
+        load_model(folder, CPU, torch.float32)
+
+
 @pytest.mark.parametrize("message,damage", DAMAGE)
 def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
     damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
