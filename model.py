@@ -172,7 +172,8 @@ class ModelConfig:
             positions = max(positions, math.floor(rope[original] * rope["factor"]))
         bias = hf.get("attention_bias") or False
         windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        given = {f.name: value for f in fields(cls) if (value := hf.get(f.metadata.get("hf"))) is not None}
+        given = {f.name: hf.get(f.metadata["hf"]) for f in fields(cls) if f.metadata}
+        given = {name: value for name, value in given.items() if value is not None or not hasattr(cls, name)}
         made = {
             "n_kv_heads": hf.get("num_key_value_heads") or n_heads,
             "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
