@@ -1118,7 +1118,7 @@ class Watched:
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         if k.shape[-1] == self.keys.shape[-1]:
-            self.keys[self.cache.context.batch_ids, :, pos] = self.cache.rope(k, pos)
+            self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
             self.query = self.cache.rope(q, pos)
         return self.cache.decode(pos, q, k, *rest)
 

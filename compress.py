@@ -5,12 +5,12 @@ A block reads from top to bottom: the settings; the paper's algorithm as one pur
 a decode step: write, score, select, attend. A `*_step` gets q, k, v of the new token and `stored`, of the
 S - 1 tokens before it; it gives the output, the tokens attended if not all are, and what is stored now.
 
-A cache belongs to one layer and holds all entries of a batch. It gets q, k, v BEFORE RoPE:
-    extend(batch, span, q, k, v, *folded)  entry `batch`'s tokens at positions `span`, a slice: its prompt or
-                                           more of them, q [n, Hq, D], k and v [n, Hkv, D] -> [n, Hq, D]
-    decode(pos, q, k, v, *folded)          one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
-    formula(), bytes_read()                the byte ledger: what the method says it stores and reads
-`folded` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
+A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE:
+    extend(row, span, q, k, v, *projected)  a row's tokens at positions `span`, a slice: its prompt or
+                                            more of them, q [n, Hq, D], k and v [n, Hkv, D] -> [n, Hq, D]
+    decode(pos, q, k, v, *projected)        one token each at positions pos [B], q [B, Hq, D] -> [B, Hq, D]
+    formula(), bytes_read()                 the byte ledger: what the method says it stores and reads
+`projected` are products that a method has added to W_qkv, such as SALS's latents. FDC finds its values there
 (its v is empty) and returns what its folded W_O takes; EliteKV gets one latent in the place of v.
 Decode has fixed shapes and reads pos on the device, so a CUDA graph of it is right for every length.
 What is stored is a buffer, so the measured size is the sum of the buffers: nothing here only masks.
@@ -83,7 +83,7 @@ class Context:
         weight = model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.cos, self.sin = rope_tables(model.config, capacity, self.device)  # [capacity, D/2] each
-        self.batch_ids = torch.arange(batch_size, device=self.device)
+        self.rows = torch.arange(batch_size, device=self.device)
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
         self.kernel = kernels_run(model.config, self.device, kernel)
@@ -157,10 +157,10 @@ def rank_of(fraction: float, width: int) -> int:
 # -------------------------------------------------------------------------------------------------- stores
 #
 # A store holds numbers of tokens, [B, H heads, S tokens, width], in one form, and owns their buffers:
-#     write(where, x)    where = (batch, tokens): an int and a slice for x [n, H, width] of one entry, or two
+#     write(where, x)    where = (row, tokens): an int and a slice for x [n, H, width] of one row, or two
 #                        tensors [B] for one token each, x [B, H, width]
 #     read(pos, index)   the numbers of tokens index [B, 1 or H, n], or of all -> [B, H, n, width]
-#     past(batch, n)     what is kept of an entry's first n tokens, as `read` gives it -> [<= n, H, width]
+#     past(row, n)     what is kept of a row's first n tokens, as `read` gives it -> [<= n, H, width]
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
@@ -178,29 +178,32 @@ class TokenStore(nn.Module):
         self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
         self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            part = context.zeros(*places, *shape, dtype=dtype)
+            part = self.zeros(*places, *shape, dtype=dtype)
             self.register_buffer(name, part.transpose(1, 2) if by_token else part)
             self.token_bytes += heads * math.prod(shape) * dtype.itemsize
 
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return self.context.zeros(*shape, dtype=dtype)
+
     def layout(self) -> dict[str, tuple]:
         """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
-        return {"rows": ((self.width,), self.context.dtype)}
+        return {"vectors": ((self.width,), self.context.dtype)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the buffers hold of x [..., width]."""
         return (x,)
 
-    def decode(self, rows: Tensor) -> Tensor:
+    def decode(self, vectors: Tensor) -> Tensor:
         """The inverse."""
-        return rows
+        return vectors
 
     def parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.layout()]
 
     def write(self, where: tuple, x: Tensor) -> None:
-        batch, tokens = where
+        row, tokens = where
         for part, new in zip(self.parts(), self.encode(x), strict=True):
-            part[batch, :, tokens] = new.transpose(0, 1) if isinstance(batch, int) else new
+            part[row, :, tokens] = new.transpose(0, 1) if isinstance(row, int) else new
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         parts = self.parts()
@@ -208,18 +211,18 @@ class TokenStore(nn.Module):
             parts = (gather_rows(part, index.expand(-1, self.heads, -1)) for part in parts)
         return self.decode(*parts)
 
-    def past(self, batch: int, n: int) -> Tensor:
-        return self.decode(*(part[batch, :, :n] for part in self.parts())).transpose(0, 1)
+    def past(self, row: int, n: int) -> Tensor:
+        return self.decode(*(part[row, :, :n] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """All tokens as kernels.scores takes them: rows, and of codes their scales."""
-        return self.rows, None
+        return self.vectors, None
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return token_logits(q, *self.scored(pos))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights, self.rows)
+        return matmul_codes(weights, self.vectors)
 
     kernel_form = parts
 
@@ -247,16 +250,16 @@ class Window(TokenStore):
         return torch.cat((places[:sinks], places[max(sinks, len(places) - self.z) :]))
 
     def write(self, where: tuple, x: Tensor) -> None:
-        batch, tokens = where
-        if isinstance(batch, int):
+        row, tokens = where
+        if isinstance(row, int):
             span, tokens = tokens, self.kept(tokens)
             x = x[tokens - span.start]
-        super().write((batch, self.slot(tokens)), x)
+        super().write((row, self.slot(tokens)), x)
 
-    def overlay(self, batch: int, x: Tensor) -> Tensor:
-        """x [n, H, width], an entry's tokens so far, with the exact ones that the window holds."""
+    def overlay(self, row: int, x: Tensor) -> Tensor:
+        """x [n, H, width], a row's tokens so far, with the exact ones that the window holds."""
         places = self.kept(slice(0, len(x)))
-        return x.index_copy(0, places, self.rows[batch, :, self.slot(places)].transpose(0, 1))
+        return x.index_copy(0, places, self.vectors[row, :, self.slot(places)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -270,20 +273,20 @@ class Int8Store(TokenStore):
     kind, bits = "int8", 8
 
     def layout(self) -> dict[str, tuple]:
-        return {"rows": ((self.width,), torch.int8), "scale": ((), torch.float32)}
+        return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         codes, scale = model_file.quantize_int8(x)
         return codes, scale[..., 0]
 
-    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return (rows.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rows, self.scale
+        return self.vectors, self.scale
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights * self.scale[:, :, None], self.rows)
+        return matmul_codes(weights * self.scale[:, :, None], self.vectors)
 
 
 class MixedStore(Int8Store):
@@ -297,13 +300,13 @@ class MixedStore(Int8Store):
 
     def layout(self) -> dict[str, tuple]:
         packed = ((self.width - self.lead) // 2,), torch.uint8
-        return {"rows": ((self.lead,), torch.int8), "scale": ((), torch.float32), "rest": packed}
+        return {"vectors": ((self.lead,), torch.int8), "scale": ((), torch.float32), "trailing": packed}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return quantize_mixed(x, self.lead)
 
-    def decode(self, rows: Tensor, scale: Tensor, rest: Tensor) -> Tensor:
-        return dequantize_mixed(rows, scale, rest).to(self.context.dtype)
+    def decode(self, vectors: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
+        return dequantize_mixed(vectors, scale, trailing).to(self.context.dtype)
 
 
 class CodedStore(TokenStore):
@@ -320,7 +323,7 @@ class CodedStore(TokenStore):
 
     def layout(self) -> dict[str, tuple]:
         codes = (self.width * self.bits // 8,), torch.uint8
-        return {"rows": codes, "scale": ((self.width // self.group, 2), torch.float16)}
+        return {"vectors": codes, "scale": ((self.width // self.group, 2), torch.float16)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize(x, self.bits, self.group)
@@ -329,11 +332,11 @@ class CodedStore(TokenStore):
         """(minimum, scale) of each group [..., groups, 2], of what is stored."""
         return scale
 
-    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return dequantize(rows, self.low_scale(scale), self.bits, self.group, self.context.dtype)
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return dequantize(vectors, self.low_scale(scale), self.bits, self.group, self.context.dtype)
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return mix_codes(weights, self.rows, self.low_scale(self.scale), self.bits)
+        return mix_codes(weights, self.vectors, self.low_scale(self.scale), self.bits)
 
 
 class ScaledStore(CodedStore):
@@ -353,21 +356,22 @@ class ScaledStore(CodedStore):
 
 
 class HostStore(TokenStore):
-    """The numbers as they are, in host memory, which kernels read and write (host_rows)."""
+    """The numbers as they are, in host memory, which kernels read and write (host_memory)."""
 
-    def __init__(self, context: Context, heads: int, tokens: int, width: int):
-        super().__init__(context, heads, 0, width)  # of no tokens on the device
-        del self.rows
-        self.rows = host_rows(context, heads, tokens, width)
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return host_memory(self.context, *shape)
+
+    def formula(self) -> int:
+        return 0  # of the device
 
     def write(self, where: tuple, x: Tensor) -> None:
-        batch, tokens = where
+        row, tokens = where
         if isinstance(tokens, slice):  # it would be written by a copy, not by a kernel
             tokens = self.context.positions[tokens]
-        super().write((batch, tokens), x)
+        super().write((row, tokens), x)
 
-    def past(self, batch: int, n: int) -> Tensor:
-        return self.rows[batch, :, self.context.positions[:n]].transpose(0, 1)
+    def past(self, row: int, n: int) -> Tensor:
+        return self.vectors[row, :, self.context.positions[:n]].transpose(0, 1)
 
 
 class RebuiltKeys(nn.Module):
@@ -397,8 +401,8 @@ class RebuiltKeys(nn.Module):
         latents = self.latents.read(pos, index)
         return self.rebuilt(latents, slice(0, latents.shape[2]) if index is None else index)
 
-    def past(self, batch: int, n: int) -> Tensor:
-        return self.rebuilt(self.latents.past(batch, n).transpose(0, 1), slice(0, n)).transpose(0, 1)
+    def past(self, row: int, n: int) -> Tensor:
+        return self.rebuilt(self.latents.past(row, n).transpose(0, 1), slice(0, n)).transpose(0, 1)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         return q @ self.read(pos).mT
@@ -414,8 +418,8 @@ class RebuiltKeys(nn.Module):
 class Cache(nn.Module):
     """The base of all caches: exact attention of tokens that are read at once, the ledger, `report_selected`.
 
-    past(batch, n): K after RoPE and V [<= n, Hkv, D] that a method keeps of an entry's first n tokens.
-    write_chunk(batch, span, q, k, v, *rest): stores tokens; q, k after RoPE, rest: k before it, `folded`."""
+    past(row, n): K after RoPE and V [<= n, Hkv, D] that a method keeps of a row's first n tokens.
+    write_chunk(row, span, q, k, v, before, *projected): stores tokens; q and k after RoPE, before: k."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
 
@@ -430,14 +434,14 @@ class Cache(nn.Module):
         self.register_buffer(name, self.context.zeros(*shape, dtype=dtype).fill_(fill))
         self.table_bytes += self.context.batch_size * math.prod(shape) * dtype.itemsize
 
-    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        """An entry's tokens at positions `span` attend one another and what is kept of the past, exactly."""
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        """A row's tokens at positions `span` attend one another and what is kept of the past, exactly."""
         q, rotated = self.rope(q, span), self.rope(k, span)
         keys, values = rotated, v
         if span.start:
-            past = self.past(batch, span.start)
+            past = self.past(row, span.start)
             keys, values = (torch.cat(pair) for pair in zip(past, (rotated, v), strict=True))
-        self.write_chunk(batch, span, q, rotated, v, k, *folded)
+        self.write_chunk(row, span, q, rotated, v, k, *projected)
         return causal_attention(q, keys, values)
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
@@ -447,8 +451,9 @@ class Cache(nn.Module):
             self.watch(pos, index, live, recent)
 
     def measured(self) -> int:
-        """Bytes of the live storage: the whole batch at full capacity."""
-        return sum(b.untyped_storage().nbytes() for b in self.buffers())
+        """Bytes of the live storage on the device: the whole batch at full capacity."""
+        parts = (part for part in self.modules() if not isinstance(part, HostStore))
+        return sum(b.untyped_storage().nbytes() for part in parts for b in part.buffers(recurse=False))
 
     def stores(self) -> list[nn.Module]:
         """Its stores, each with buffers of its own."""
@@ -463,12 +468,12 @@ class Cache(nn.Module):
         return round(sum(store.formula() for store in self.stores())) + self.table_bytes
 
     def bytes_read(self, length: int) -> int:
-        """Bytes that one decode step must read from this layer's cache for one entry of `length` tokens."""
+        """Bytes that one decode step must read from this layer's cache for one row of `length` tokens."""
         return length * self.token_bytes()
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
-        return sum(store.rows.nbytes for store in self.stores() if isinstance(store, HostStore))
+        return sum(store.vectors.nbytes for store in self.stores() if isinstance(store, HostStore))
 
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
@@ -502,14 +507,14 @@ class DenseCache(Cache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.keys.past(batch, n), self.values.past(batch, n)
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        return self.keys.past(row, n), self.values.past(row, n)
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.write((batch, span), k, v)
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        self.write((row, span), k, v)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        self.write((self.context.batch_ids, pos), self.rope(k, pos), v)
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        self.write((self.context.rows, pos), self.rope(k, pos), v)
         q = self.to_stored_basis(self.rope(q, pos))
         index = self.select(pos, q) if self.count < self.context.capacity else None
         if index is not None:
@@ -686,8 +691,8 @@ def sals_step_ours(
     rotated = rope(k[None], torch.tensor([S - 1]))[0]
     new = *quantize_mixed(k_latent, r_score), *quantize_spread(v, bits), rotated, v
     stored = appended(stored, *new)
-    lead, scale, rest, codes, v_scale, k_exact, v_exact = stored
-    latents = dequantize_mixed(lead, scale, rest)
+    leading, scale, trailing, codes, v_scale, k_exact, v_exact = stored
+    latents = dequantize_mixed(leading, scale, trailing)
     # 4. Scores on the r* leading dims: q is turned back by the rotation of a token's block, so that scores
     # know the distance; each head's logits become weights, and a token's score is their sum.
     places = torch.arange(S)
@@ -736,12 +741,12 @@ def mix_values(attention: Attention, c: ModelConfig) -> None:
     wo.weight = nn.Parameter(turned.to(wo.weight.dtype), False)
 
 
-def rest_gain(values: Tensor, lead: int, r: int) -> Tensor:
+def trailing_gain(values: Tensor, lead: int, r: int) -> Tensor:
     """What multiplies a latent's dims from `lead` on, of these mean squares, so that quantize_mixed's 4-bit
     codes fit them (ours). The largest of n normal numbers is on the mean below sqrt(2 ln 2n) deviations."""
-    leading, rest = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
+    leading, trailing = values[:lead].mean().sqrt(), values[lead:r].mean().sqrt()
     unit = leading * (math.sqrt(2 * math.log(2 * lead)) / 127)
-    return (8 / LEVELS_APART[4] * unit / rest.clamp(min=1e-12)).clamp(1e-2, 1e2)
+    return (8 / LEVELS_APART[4] * unit / trailing.clamp(min=1e-12)).clamp(1e-2, 1e2)
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -764,7 +769,7 @@ def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, 
         return U_r, U_r, None
     S, mean = (artifact[name][i].to(device) for name in ("scale", "mean"))
     mix, gains = mix_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
-    gains[lead:] = rest_gain(artifact["query_eigenvalues"][i], lead, r)
+    gains[lead:] = trailing_gain(artifact["query_eigenvalues"][i], lead, r)
     up = (U_r / S[:, None]) @ mix / gains
     codes, pair_scale = quantize_basis(up.unflatten(0, (c.n_kv_heads, -1)))
     return (U_r * S[:, None]) @ mix * gains, (codes * pair_scale).flatten(0, 1), mean
@@ -841,9 +846,9 @@ class SalsCache(Cache):
         exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
         self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
 
-    def latent(self, k: Tensor, *folded: Tensor) -> Tensor:
+    def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
-        return folded[0] if folded else k.flatten(1) @ self.down - self.mean_latent
+        return projected[0] if projected else k.flatten(1) @ self.down - self.mean_latent
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
@@ -851,18 +856,20 @@ class SalsCache(Cache):
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         stores = zip(self.window, (self.keys, self.values), strict=True)
-        return tuple(window.overlay(batch, store.past(batch, n)) for window, store in stores)
+        return tuple(window.overlay(row, store.past(row, n)) for window, store in stores)
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        self.write((batch, span), self.latent(*rest), k, v)
+    def write_chunk(
+        self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor, *projected: Tensor
+    ) -> None:
+        self.write((row, span), self.latent(before, *projected), k, v)
 
-    def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *folded: Tensor) -> Tensor:
-        """One score a token, [B, S]. q: before RoPE; rotated: after; folded: the query that wqkv made."""
+    def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *projected: Tensor) -> Tensor:
+        """One score a token, [B, S]. q: before RoPE; rotated: after; projected: the query that wqkv made."""
         stored = *self.latents.scored(pos), pos, self.scale
         if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
-            query = folded[0][:, None] if folded else summed_query(q, self.up, self.config.n_kv_heads)
+            query = projected[0][:, None] if projected else summed_query(q, self.up, self.config.n_kv_heads)
             return kernels.scores(query, *stored, "each", kernel=self.kernel).flatten(1)
         (block, *rotations), (run, *each) = self.blocks, self.runs
         queries, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, kernel=self.kernel)
@@ -871,11 +878,11 @@ class SalsCache(Cache):
         scores = kernels.scores(queries, *stored, "softmax", block, offset, run, kernel=self.kernel)
         return scores.flatten(1)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
-        self.write((self.context.batch_ids, pos), self.latent(k, *folded), self.rope(k, pos), v)
+        self.write((self.context.rows, pos), self.latent(k, *projected), self.rope(k, pos), v)
         if self.sparse:
-            scores = self.score(pos, q, rotated, *folded[1:])
+            scores = self.score(pos, q, rotated, *projected[1:])
             index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
             self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
@@ -895,7 +902,7 @@ class SalsCache(Cache):
         what a step computes, such as the blocks' queries."""
         x, y, z = self.budget if self.sparse else (0, length, self.budget[2])
         scale = 4 if self.settings.form == "ours" else 0
-        scored = self.r_score * self.latents.rows.element_size() + scale if self.sparse else 0
+        scored = self.r_score * self.latents.vectors.element_size() + scale if self.sparse else 0
         recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
         chosen = min(x + y, length - recent)
         exact = min(x, chosen)
@@ -1061,16 +1068,16 @@ class EliteCache(Cache):
         self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
         self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
 
-    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
-        self.latents.write((batch, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
-        latent, k = self.latents.past(batch, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
+        self.latents.write((row, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
+        latent, k = self.latents.past(row, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
         return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         c, up, r2 = self.config, self.attention.up, 2 * self.r
         q, k = (self.attention.rotate(x, self.context.cos[pos], self.context.sin[pos]) for x in (q, k))
-        self.latents.write((self.context.batch_ids, pos), torch.cat((latent, k.flatten(1)), -1)[:, None])
+        self.latents.write((self.context.rows, pos), torch.cat((latent, k.flatten(1)), -1)[:, None])
         b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
         elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
         # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
@@ -1079,7 +1086,7 @@ class EliteCache(Cache):
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
         mixed = kernels.attend_latent(
-            query, self.latents.rows[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
+            query, self.latents.vectors[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
         )
         out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
         if up.bias is not None:  # weights sum to one
@@ -1213,8 +1220,8 @@ class LokiCache(DenseCache):
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.basis)
 
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        keys, values = super().past(batch, n)
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().past(row, n)
         return in_basis(keys, self.basis.mT), values
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -1224,7 +1231,7 @@ class LokiCache(DenseCache):
             q[..., : self.d], *self.keys.scored(pos), pos, self.scale, rule, kernel=self.kernel
         )
         wanted = None
-        if self.settings.k <= 1:  # a fraction of each entry's own length
+        if self.settings.k <= 1:  # a fraction of each row's own length
             wanted = (self.settings.k * (pos + 1).double()).long().clamp(min=1)
         return kernels.select(scores, pos, self.budget, wanted, kernel=self.kernel)
 
@@ -1270,10 +1277,10 @@ class LrqkSettings:
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
 
-    def budget(self, capacity: int) -> tuple[int, int]:
+    def budget(self, capacity: int) -> tuple[int, int, int]:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        return within(capacity, self.k, self.recent)
+        return within(capacity, 0, self.k, self.recent)
 
 
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
@@ -1442,7 +1449,7 @@ def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
-def host_rows(context: Context, *shape: int) -> Tensor:
+def host_memory(context: Context, *shape: int) -> Tensor:
     """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
     kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
     if context.device.type != "cuda":
@@ -1463,11 +1470,12 @@ class LrqkCache(Cache):
         c, self.settings = context.config, settings
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
-        self.chosen, self.z = k, z = settings.budget(context.capacity)
+        _, self.chosen, self.z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
-        self.slots = round(min(settings.slots * k, capacity - z)) if self.reuse else k
+        most = min(settings.slots * self.chosen, capacity - self.z)
+        self.slots = round(most) if self.reuse else self.chosen
         self.kv = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device](context, heads, capacity, width)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
@@ -1478,23 +1486,23 @@ class LrqkCache(Cache):
         self.table("step", 1, 1)
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.kv.past(batch, n).chunk(2, -1)
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        return self.kv.past(row, n).chunk(2, -1)
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        w_q, w_k = self.prompt_bases(batch) if span.start else self.factorise(batch, q, k)
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        w_q, w_k = self.prompt_bases(row) if span.start else self.factorise(row, q, k)
         kv, recent = torch.cat((k, v), -1), self.context.positions[span][-self.z :]
-        self.kv.write((batch, span), kv)
-        self.a_k[batch, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        self.hot[batch, :, self.slots + recent % self.z] = kv[-self.z :].transpose(0, 1)
+        self.kv.write((row, span), kv)
+        self.a_k[row, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
+        self.hot[row, :, self.slots + recent % self.z] = kv[-self.z :].transpose(0, 1)
         # The hot slots start with what the last token selects.
-        self.slot_of[batch], self.pos_of[batch], self.stamp[batch] = -1, -1, -1
+        self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
-        self.load(slice(batch, batch + 1), torch.full((1,), span.stop - 1, device=q.device), q_hat)
+        self.load(slice(row, row + 1), torch.full((1,), span.stop - 1, device=q.device), q_hat)
         if not span.start:
-            self.counts[batch] = 0
+            self.counts[row] = 0
 
-    def factorise(self, batch: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from a prompt's q [S, Hq, D], k [S, Hkv, D]; stores its bases."""
         moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
         # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
@@ -1504,24 +1512,24 @@ class LrqkCache(Cache):
         else:
             w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
             bases = w_q.mT, w_k.mT
-        self.basis_q[batch], self.basis_k[batch] = bases
+        self.basis_q[row], self.basis_k[row] = bases
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
-    def prompt_bases(self, batch: int) -> tuple[Tensor, Tensor]:
+    def prompt_bases(self, row: int) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 for tokens after the prompt: in mode paper least squares on B_Q, B_K."""
-        bases = self.basis_q[batch].double(), self.basis_k[batch].double()
+        bases = self.basis_q[row].double(), self.basis_k[row].double()
         if self.settings.mode == "paper":
             bases = (spd_solve(b @ b.mT, b) for b in bases)
         return tuple(b.mT.float() for b in bases)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         k = self.rope(k, pos)
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        batch, kv = self.context.batch_ids, torch.cat((k, v), -1)
-        self.a_k[batch, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        self.kv.write((batch, pos), kv)
-        self.hot[batch, :, self.slots + pos % self.z] = kv
+        row, kv = self.context.rows, torch.cat((k, v), -1)
+        self.a_k[row, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
+        self.kv.write((row, pos), kv)
+        self.hot[row, :, self.slots + pos % self.z] = kv
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
@@ -1547,19 +1555,19 @@ class LrqkCache(Cache):
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
 
-    def load(self, batch: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Selects the k best tokens that left the ring, by the entries' q^, and brings them to hot slots."""
-        stored = self.a_k[batch], None, pos - self.z, self.scale
+    def load(self, row: slice, pos: Tensor, q_hat: Tensor) -> None:
+        """Selects the k best tokens that left the ring, by the rows' q^, and brings them to hot slots."""
+        stored = self.a_k[row], None, pos - self.z, self.scale
         scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
         index = kernels.select(scores, pos, (0, self.chosen, self.z), kernel=self.kernel)  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
-            self.slot_of[batch] = -1
-        tables = (table[batch] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
+            self.slot_of[row] = -1
+        tables = (table[row] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        kernels.fetch_rows(self.kv.rows[batch], index, place, miss, self.hot[batch], kernel=self.kernel)
-        self.counts[batch] += torch.stack((live, miss), 1).sum((2, 3))
+        kernels.fetch_rows(self.kv.vectors[row], index, place, miss, self.hot[row], kernel=self.kernel)
+        self.counts[row] += torch.stack((live, miss), 1).sum((2, 3))
 
     def miss_rate(self) -> float | None:
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
@@ -1669,7 +1677,7 @@ class RingStore(nn.Module):
         return self.context.positions > pos[:, None] - self.R
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring.rows[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
+        ring = self.ring.vectors[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
         x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
         return x if index is None else gather_rows(x, index)
 
@@ -1704,30 +1712,30 @@ class ChannelKeys(RingStore):
     def write(self, where: tuple, x: Tensor) -> None:
         (self.write_chunk if isinstance(where[0], int) else self.write_token)(*where, x)
 
-    def write_chunk(self, batch: int, span: slice, x: Tensor) -> None:
+    def write_chunk(self, row: int, span: slice, x: Tensor) -> None:
         first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
-        x = torch.cat((self.ring.rows[batch, :, : span.start - first].transpose(0, 1), x))
-        self.ring.write((batch, slice(first, span.stop)), x)
+        x = torch.cat((self.ring.vectors[row, :, : span.start - first].transpose(0, 1), x))
+        self.ring.write((row, slice(first, span.stop)), x)
         full = len(x) // self.R * self.R
         codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
-        self.codes[batch, :, first : first + full] = codes
-        self.low_scale[batch, :, first // 32 : (first + full) // 32] = low_scale
+        self.codes[row, :, first : first + full] = codes
+        self.low_scale[row, :, first // 32 : (first + full) // 32] = low_scale
         if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
             block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :])  # [Hkv, R, width]
-            self.ring.rows[batch, :, len(x) - full :] = block[:, len(x) - full :]
+            self.ring.vectors[row, :, len(x) - full :] = block[:, len(x) - full :]
 
-    def write_token(self, batch: Tensor, pos: Tensor, x: Tensor) -> None:
-        self.ring.write((batch, pos), x)
+    def write_token(self, row: Tensor, pos: Tensor, x: Tensor) -> None:
+        self.ring.write((row, pos), x)
         # The block is written at every step and read when it is full: a condition would have to ask the host.
-        ring = self.ring.rows.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
+        ring = self.ring.vectors.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
         codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
         full = (pos % self.R == self.R - 1)[:, None, None, None]
         ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
-        batch, first = batch[:, None], (pos // self.R * self.R)[:, None]
+        row, first = row[:, None], (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
         groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
-        self.codes[batch, :, tokens] = codes.transpose(1, 2)
-        self.low_scale[batch, :, groups] = low_scale.transpose(1, 2)
+        self.codes[row, :, tokens] = codes.transpose(1, 2)
+        self.low_scale[row, :, groups] = low_scale.transpose(1, 2)
 
     def formula(self) -> float:
         return self.context.batch_size * self.tokens * self.token_bytes  # beside the ring
@@ -1735,10 +1743,10 @@ class ChannelKeys(RingStore):
     def decoded(self) -> Tensor:
         return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
 
-    def past(self, batch: int, n: int) -> Tensor:
+    def past(self, row: int, n: int) -> Tensor:
         groups = -(-n // 32)
-        keys = self.decode(self.codes[batch, :, : groups * 32], self.low_scale[batch, :, :groups])
-        return self.ring.overlay(batch, keys[:, :n].transpose(0, 1))
+        keys = self.decode(self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups])
+        return self.ring.overlay(row, keys[:, :n].transpose(0, 1))
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
@@ -1753,11 +1761,11 @@ class ChannelKeys(RingStore):
         # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
         # loops over whole groups, and the tokens of the last one get no value.
         coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
-        recent = q @ self.ring.rows.mT  # [B, Hkv, G, R]
+        recent = q @ self.ring.vectors.mT  # [B, Hkv, G, R]
         return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring.rows.transpose(1, 2)]
+        return [self.codes, self.low_scale, self.ring.vectors.transpose(1, 2)]
 
 
 class TokenValues(RingStore):
@@ -1776,8 +1784,8 @@ class TokenValues(RingStore):
     def decoded(self) -> Tensor:
         return self.coded.read(None)
 
-    def past(self, batch: int, n: int) -> Tensor:
-        return self.ring.overlay(batch, self.coded.past(batch, n))
+    def past(self, row: int, n: int) -> Tensor:
+        return self.ring.overlay(row, self.coded.past(row, n))
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
@@ -1786,7 +1794,7 @@ class TokenValues(RingStore):
         return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
 
     def kernel_form(self) -> list[Tensor]:
-        return [*self.coded.kernel_form(), self.ring.rows.transpose(1, 2)]
+        return [*self.coded.kernel_form(), self.ring.vectors.transpose(1, 2)]
 
 
 def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
@@ -1875,7 +1883,7 @@ class RaggedStore(nn.Module):
         self.context, self.n, self.ranks = context, len(k_ranks), [*k_ranks, *v_ranks]
         self.token_bytes = sum(self.ranks) * context.dtype.itemsize
         self.register_buffer("packed", context.zeros(context.capacity * sum(self.ranks)).flatten())
-        # Number j of token t (of all entries, end to end) goes to starts[j] + t * strides[j] of the buffer.
+        # Number j of token t (of all rows, end to end) goes to starts[j] + t * strides[j] of the buffer.
         ranks = torch.tensor(self.ranks)
         first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
         starts = first * (context.batch_size * context.capacity - 1) + torch.arange(sum(self.ranks))
@@ -1893,12 +1901,12 @@ class RaggedStore(nn.Module):
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         """Stores tokens' K' [n, Hkv, max d_qk] and V' [n, sum of d_v]; where: as other stores have it."""
-        (batch, tokens), x = where, torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
-        if isinstance(batch, int):
+        (row, tokens), x = where, torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
+        if isinstance(row, int):
             for view, part in zip(self.views(), x.split(self.ranks, -1), strict=True):
-                view[batch, tokens] = part
+                view[row, tokens] = part
         else:  # one scatter for all heads: a compiled step writes in place, with no copy of the buffer
-            token = (batch * self.context.capacity + tokens)[:, None]
+            token = (row * self.context.capacity + tokens)[:, None]
             self.packed[self.starts + token * self.strides] = x
 
     def formula(self) -> int:
@@ -1920,10 +1928,10 @@ class FdcCache(Cache):
         """x [..., H, D] before RoPE -> x R after RoPE [..., H, max d_qk], zero beyond d_qk."""
         return in_basis(self.rope(x, positions), self.basis)
 
-    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.vectors.write((batch, span), self.compress(k, span), latent)
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.vectors.write((row, span), self.compress(k, span), latent)
         q, n = self.compress(q, span).unflatten(1, (len(self.k_ranks), -1)), len(self.k_ranks)
-        stored = [view[batch, : span.stop] for view in self.vectors.views()]  # K' of n heads, then V' of them
+        stored = [view[row, : span.stop] for view in self.vectors.views()]  # K' of n heads, then V' of them
         # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change nothing
         # (of those beyond d_qk some are cut off), and heads of one width go together.
         widths = [-(-max(ranks) // 32) * 32 for ranks in zip(self.k_ranks, self.v_ranks, strict=True)]
@@ -1938,7 +1946,7 @@ class FdcCache(Cache):
         return torch.cat([outputs[h] for h in range(len(widths))], -1)[:, None]  # [S, 1, sum of G d_v]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.vectors.write((self.context.batch_ids, pos), self.compress(k, pos), latent)
+        self.vectors.write((self.context.rows, pos), self.compress(k, pos), latent)
         return kernels.attend_ragged(self.compress(q, pos), self.vectors, pos, scale=self.scale)[:, None]
 
 

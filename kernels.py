@@ -1086,7 +1086,7 @@ def attend_stores(q: Tensor, keys, values, pos: Tensor, index: Tensor | None, wi
     Hkv, S = values.kernel_form()[0].shape[1:3]
     tokens = torch.arange(S, device=pos.device)
     if index is None and not window and keys.kind == "plain" and values.bits == 16:
-        return attend_reference(q, keys.rows, values.rows, tokens <= pos[:, None], scale)
+        return attend_reference(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
     if index is None and not window:
         logits = keys.logits(q.unflatten(1, (Hkv, -1)), pos).float() * scale  # [B, Hkv, G, S]
         logits = logits.masked_fill(tokens > pos[:, None, None, None], -torch.inf)
@@ -1887,7 +1887,7 @@ def attend(
     if index is not None:  # of one set a row, rows may lie apart
         index = index.int() if index.ndim == 2 else index.int().contiguous()
     stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-    exact = [store.rows.transpose(1, 2) for store in window]
+    exact = [store.vectors.transpose(1, 2) for store in window]
     return launch_attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
 
 

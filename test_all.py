@@ -724,7 +724,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = options | skip_none(method), random_ids(48), torch.tensor([47]), {}
     # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outliers.rows held since head left".split()
+    of_the_prompt = "basis latent outlier outliers.vectors held since head left".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
@@ -808,7 +808,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
     for n in range(n_prompt, 75):
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
         rotated = dense.rope(qkv[0][n], n)
-        keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.rows, dense.values.rows))
+        keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors))
         assert error(out, attend_reference(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or method == "shadowkv" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
@@ -848,7 +848,8 @@ def test_measured_bytes_equal_the_formula(method, options, group):
     model = tiny_model(group=group, head_dim=32)
     engine = make_engine(model, method, 3, 200, **options_for(model.config, options))
     for cache in engine.caches:
-        assert cache.measured() == cache.formula() == sum(b.nbytes for b in cache.buffers())
+        held = sum(b.nbytes for b in cache.buffers()) - cache.host_bytes()
+        assert cache.measured() == cache.formula() == held
 
 
 def test_keep_is_the_share_of_tokens_attended():
@@ -957,10 +958,10 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
 
 def test_mixed_codes_are_int8_numbers_with_one_scale():
     """Int8 numbers to half a step, and odd multiples of 4 to four steps, or clamped. Latents that are as
-    large as rest_gain makes them lose little more of the others than Max's 4 bits, .01154."""
+    large as trailing_gain makes them lose little more of the others than Max's 4 bits, .01154."""
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
-    gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.rest_gain(energy, lead, 64)))))
+    gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.trailing_gain(energy, lead, 64)))))
     R = compress.mix_rotation(lead, 48)
     assert torch.equal(R, compress.mix_rotation.__wrapped__(lead, 48))  # the same in every run
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
@@ -1380,9 +1381,9 @@ def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(bits):
     """As a plain cache that holds the same quantised K and V."""
     (packed, qkv), (plain, _) = (scene("topk", 160, 170, keep=24, kv_bits=b) for b in (bits, 16))
     unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
-    assert error(unpacked_k[0, :, :128], plain.keys.rows[0, :, :128]) > 0.01
-    assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.rows[0, :, 128:160])  # the residual
-    plain.keys.rows.copy_(unpacked_k), plain.values.rows.copy_(unpacked_v)
+    assert error(unpacked_k[0, :, :128], plain.keys.vectors[0, :, :128]) > 0.01
+    assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.vectors[0, :, 128:160])  # the residual
+    plain.keys.vectors.copy_(unpacked_k), plain.values.vectors.copy_(unpacked_v)
     assert error(step(packed, 160, *qkv), step(plain, 160, *qkv)) < 1e-5
 
 
@@ -1568,7 +1569,7 @@ def test_lrqks_codes_fit_fp16_where_its_keys_do(mode):
     qkv = [x.half() for x in (q, k, v)]
     reads(cache, 60, *qkv)
     assert all(step(cache, n, *qkv).isfinite().all() for n in range(60, 80))
-    assert cache.a_k.abs().max() <= 1.01 * cache.kv.rows.abs().max() < torch.inf
+    assert cache.a_k.abs().max() <= 1.01 * cache.kv.vectors.abs().max() < torch.inf
 
 
 def test_lrqk_says_that_weights_are_damaged():
@@ -1585,13 +1586,13 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     once.extend(0, slice(40, 60), *(x[40:] for x in qkv))
     for n in range(40, 60):
         step(steps, n, *qkv)
-    assert torch.allclose(once.kv.rows, steps.kv.rows, atol=1e-5)
+    assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
     assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
         assert torch.equal(*(places.sort(-1).values for places in stamped))
-    residual = once.kv.rows[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
+    residual = once.kv.vectors[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
     across = residual @ once.basis_k.mT
     assert mode == "optimal" or across.abs().max() < 1e-3 * residual.abs().max()
 
@@ -3055,12 +3056,12 @@ def test_kernel_linear(dtype, M, N, K):
 @needs_cuda
 def test_kernels_reach_host_memory_through_its_address():
     context = Context(tiny_model().cuda(), 2, 50)
-    rows = compress.host_rows(context, 3, 50, 16)
+    rows = compress.host_memory(context, 3, 50, 16)
     assert rows.is_cuda and not rows.any()
     index = torch.arange(50, device="cuda")
     rows[1, :, index] = torch.ones(3, 50, 16, device="cuda")
     before = torch.cuda.memory_allocated()
-    assert compress.host_rows(context, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
+    assert compress.host_memory(context, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
     assert torch.cuda.memory_allocated() - before < rows.nbytes
 
 

@@ -55,15 +55,16 @@ class StreamingSettings:
     sinks: int = setting(4, "x: first tokens that are kept")
     recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
 
-    def budget(self, capacity: int) -> tuple[int, int]:
-        return within(capacity, self.sinks, self.recent)
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        return within(capacity, self.sinks, 0, self.recent)
 
 
 class StreamingCache(DenseCache):
     """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
 
     def __init__(self, context: Context, settings: StreamingSettings):
-        shape = context.config.n_kv_heads, context.config.head_dim, *settings.budget(context.capacity)
+        x, _, z = settings.budget(context.capacity)
+        shape = context.config.n_kv_heads, context.config.head_dim, x, z
         super().__init__(context, *(Window(context, *shape) for _ in range(2)))
 
     def select(self, pos: Tensor, q: Tensor) -> None:
@@ -82,7 +83,7 @@ def page_tokens(pages: Tensor, page: int) -> Tensor:
 
 class ProxyCache(DenseCache):
     """K and V in full, and `proxies`, a store of what scoring reads instead of K: keys in a `basis` [Hkv, D,
-    r], or [B, Hkv, D, r], one of each entry."""
+    r], or [B, Hkv, D, r], one of each row."""
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
         super().write(where, k, v)
@@ -118,11 +119,10 @@ class H2oSettings:
     heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
     window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
 
-    def budget(self, capacity: int) -> tuple[int, int]:
-        """(heavy, recent) in tokens."""
+    def budget(self, capacity: int) -> tuple[int, int, int]:
         total = kept_tokens(self.keep, capacity)
         recent = max(1, total - round(self.heavy * total))
-        return total - recent, recent
+        return 0, total - recent, recent
 
 
 @dataclass
@@ -153,7 +153,7 @@ class H2oCache(DenseCache):
         budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
         shape = heads, sum(budget), context.config.head_dim
         super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings, self.recent = settings, budget[1]
+        self.settings, self.recent = settings, budget[2]
         self.table("position", heads, self.count, fill=-1)
         self.table("attention", heads, self.count, dtype=torch.float32)
         self.table("left", fill=context.capacity)  # tokens, by the prompt
@@ -162,32 +162,32 @@ class H2oCache(DenseCache):
         """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
         return logits.softmax(-1)
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
         c, places = self.config, self.context.positions[span]
         # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
-        held, slots = min(span.start, self.count), (self.keys.rows, self.values.rows, self.position)
+        held, slots = min(span.start, self.count), (self.keys.vectors, self.values.vectors, self.position)
         pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
-        tokens = [torch.cat((old[batch, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
+        tokens = [torch.cat((old[row, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
         keys, _, position = tokens
         last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
         later = position[:, None, None] > places[-last.shape[2] :, None]
         attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
-        attention[:, :held] += self.attention[batch, :, :held]
+        attention[:, :held] += self.attention[row, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
         for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
-            slot[batch, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
-        self.position[batch, :, kept.shape[1] :] = -1
-        self.left[batch] = self.context.capacity - span.stop
+            slot[row, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
+        self.position[row, :, kept.shape[1] :] = -1
+        self.left[row] = self.context.capacity - span.stop
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
         # 1. The new token takes an empty slot, or that of the least attention that is not recent.
         cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = self.context.batch_ids[:, None], torch.arange(victim.shape[1], device=pos.device), victim
-        self.keys.rows[where], self.values.rows[where] = self.rope(k, pos), v
+        where = self.context.rows[:, None], torch.arange(victim.shape[1], device=pos.device), victim
+        self.keys.vectors[where], self.values.vectors[where] = self.rope(k, pos), v
         self.position[where] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
         # 2. Attend all slots, and add what each has got.
@@ -195,12 +195,12 @@ class H2oCache(DenseCache):
         self.report_selected(pos, self.position, live)
         every = torch.full_like(pos, self.count - 1)
         logits = kernels.scores(
-            q, self.keys.rows, None, every, self.scale, "each", kernel=self.kernel
+            q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
         part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
         self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
-        return kernels.attend_logits(logits, self.values.rows, every, kernel=self.kernel)
+        return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
@@ -231,10 +231,10 @@ class QuestSettings:
     page: int = setting(16, "tokens of a page", within="[1, inf)")
     skip: str = setting("0,1", "layers that attend every token")
 
-    def budget(self, capacity: int) -> tuple[int]:
-        """Tokens of all pages: as many whole ones as fit, the released code's 3 at least."""
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        """The selected tokens are those of as many whole pages as fit, the released code's 3 at least."""
         count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
-        return (count if count == capacity else min(max(3, count // page) * page, capacity),)
+        return 0, count if count == capacity else min(max(3, count // page) * page, capacity), 0
 
 
 def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
@@ -263,17 +263,17 @@ class QuestCache(ProxyCache):
         self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
 
     def write_proxies(self, where: tuple, k: Tensor) -> None:
-        batch, pos = where
-        if isinstance(batch, int):  # whole pages, the first from its beginning; the last token fills up
+        row, pos = where
+        if isinstance(row, int):  # whole pages, the first from its beginning; the last token fills up
             page = slice(pos.start // self.page, -(-pos.stop // self.page))
             tokens = torch.arange(page.start * self.page, page.stop * self.page, device=k.device)
-            k = self.keys.rows[batch, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
+            k = self.keys.vectors[row, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
             low, high = k.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
         else:
             page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
-            high, low = self.proxies.rows[batch, :, page].chunk(2, -1)  # [B, Hkv, D]
+            high, low = self.proxies.vectors[row, :, page].chunk(2, -1)  # [B, Hkv, D]
             high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.proxies.write((batch, page), torch.cat((high, low), -1))
+        self.proxies.write((row, page), torch.cat((high, low), -1))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
@@ -358,7 +358,7 @@ class DoubleSparseCache(ProxyCache):
         return kernels.select(scores, pos, (x, count - x - z, z), recent=True, kernel=self.kernel)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.proxies.rows, self.count)
+        return self.best(pos, q, self.proxies.vectors, self.count)
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
@@ -406,28 +406,28 @@ class HshareCache(DoubleSparseCache):
         self.table("since", fill=-self.every)
         self.table("head", heads)  # whose selection a head uses
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        super().write_chunk(batch, span, q, k, v)
-        self.since[batch] = -self.every  # the first step selects
-        self.head[batch] = torch.arange(k.shape[1], device=k.device)
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        super().write_chunk(row, span, q, k, v)
+        self.since[row] = -self.every  # the first step selects
+        self.head[row] = torch.arange(k.shape[1], device=k.device)
         if self.merged:
             # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
             x, _, z = self.budget
             count = min(self.held_count, max(x + z + 1, span.stop // 2))
-            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.rows[batch : batch + 1]
+            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.vectors[row : row + 1]
             index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
             index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
             member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[batch] = share_map(member @ member.T, self.merged).int()
+            self.head[row] = share_map(member @ member.T, self.merged).int()
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.proxies.rows, self.held_count)
+        index = self.best(pos, q, self.proxies.vectors, self.held_count)
         index = index.gather(1, self.head.long()[..., None].expand_as(index))
         due = pos - self.since >= self.every  # [B]
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
         newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
-        # An entry that the budget covers is attended whole: its first `count` places, as far as written.
+        # A row that the budget covers is attended whole: its first `count` places, as far as written.
         whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
         index = torch.where(whole, places, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
         return index.where(index <= pos[:, None, None], -1)
@@ -496,10 +496,10 @@ class LevelStore(ScaledStore):
         return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return q.float() @ self.rotation @ self.rotated(self.rows, self.scale).mT
+        return q.float() @ self.rotation @ self.rotated(self.vectors, self.scale).mT
 
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return weights @ self.rotated(self.rows, self.scale) @ self.rotation.mT
+        return weights @ self.rotated(self.vectors, self.scale) @ self.rotation.mT
 
 
 def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
@@ -520,8 +520,9 @@ class ShadowKvSettings:
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        """(selected, outliers, recent) in tokens that are attended at most."""
-        return within(capacity, *self.layout(capacity))
+        """Outliers stand in the place of sinks."""
+        selected, outliers, recent = within(capacity, *self.layout(capacity))
+        return outliers, selected, recent
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
         """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
@@ -585,47 +586,47 @@ class ShadowKvCache(Cache):
         self.ring = Window(context, heads, 2 * d, 0, self.z)
         self.values = HostStore(context, heads, context.capacity, d)
 
-    def past(self, batch: int, n: int) -> tuple[Tensor, Tensor]:
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
-        keys = (self.latent[batch, :n] @ self.basis[batch].T).unflatten(1, (self.config.n_kv_heads, -1))
-        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(batch, n)), -1)
-        index = page_tokens(self.outlier[batch], self.chunk)  # [Hkv, m], negative for none
+        keys = (self.latent[row, :n] @ self.basis[row].T).unflatten(1, (self.config.n_kv_heads, -1))
+        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(row, n)), -1)
+        index = page_tokens(self.outlier[row], self.chunk)  # [Hkv, m], negative for none
         head, place = (index >= 0).nonzero(as_tuple=True)
-        kv[index[head, place], head] = self.outliers.rows[batch, head, place]
-        return self.ring.overlay(batch, kv).chunk(2, -1)
+        kv[index[head, place], head] = self.outliers.vectors[row, head, place]
+        return self.ring.overlay(row, kv).chunk(2, -1)
 
-    def write_chunk(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> None:
-        flat, first = rest[0].flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> None:
+        flat, first = before.flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
         if not span.start:
             gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
-            self.basis[batch] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-        self.latent[batch, span] = flat @ self.basis[batch]
+            self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+        self.latent[row, span] = flat @ self.basis[row]
         begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
-        keys = torch.cat((self.ring.rows[batch, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
+        keys = torch.cat((self.ring.vectors[row, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
-        self.landmark[batch, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        self.landmark[row, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
         kv = torch.cat((k, v), -1)
         if not span.start:  # the outliers: old chunks that are least like their mean
             old = max(0, len(k) - self.settings.recent) // self.chunk
             likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
             ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
-            self.outlier[batch], self.outlier[batch, :, : ids.shape[1]] = -1, ids.int()
+            self.outlier[row], self.outlier[row, :, : ids.shape[1]] = -1, ids.int()
             tokens, heads = page_tokens(ids, self.chunk), torch.arange(len(ids), device=k.device)[:, None]
-            self.outliers.rows[batch, :, : tokens.shape[1]] = kv[tokens, heads]
-        self.values.write((batch, span), v)
-        self.ring.write((batch, span), kv)
+            self.outliers.vectors[row, :, : tokens.shape[1]] = kv[tokens, heads]
+        self.values.write((row, span), v)
+        self.ring.write((row, span), kv)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
-        batch = self.context.batch_ids
-        self.latent[batch, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        row = self.context.rows
+        self.latent[row, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
         q, k = self.rope(q, pos), self.rope(k, pos)
-        self.ring.write((batch, pos), torch.cat((k, v), -1))
-        self.values.write((batch, pos), v)
+        self.ring.write((row, pos), torch.cat((k, v), -1))
+        self.values.write((row, pos), v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.z
-        mean = self.ring.rows[batch[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
-        self.landmark[batch, :, pos // self.chunk] = mean.to(k.dtype)
+        mean = self.ring.vectors[row[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
+        self.landmark[row, :, pos // self.chunk] = mean.to(k.dtype)
         first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
         near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
         near = near.where(near >= (first * self.chunk)[:, None, None], -1)
@@ -634,10 +635,10 @@ class ShadowKvCache(Cache):
         self.report_selected(pos, tokens, tokens >= 0)
         # K = RoPE(A U^T) and V of the selected tokens.
         index = index.clamp(min=0)
-        latent = self.latent[batch[:, None, None], index]  # [B, Hkv, n, r]
+        latent = self.latent[row[:, None, None], index]  # [B, Hkv, n, r]
         rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
         chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
-        parts = zip(self.outliers.rows.chunk(2, -1), chosen, self.ring.rows.chunk(2, -1), strict=True)
+        parts = zip(self.outliers.vectors.chunk(2, -1), chosen, self.ring.vectors.chunk(2, -1), strict=True)
         k_all, v_all = (torch.cat(part, 2) for part in parts)
         return kernels.attend_rows(q, k_all, v_all, tokens >= 0, scale=self.scale, kernel=self.kernel)
 
@@ -701,14 +702,14 @@ class PaluCache(Cache):
         self.keys.latents.write(where, in_basis(k - self.keys.bias, self.keys.basis))
         self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
 
-    def extend(self, batch: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((batch, span), k, latent)
-        k, v = (store.past(batch, span.stop) for store in (self.keys, self.values))
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+        self.write((row, span), k, latent)
+        k, v = (store.past(row, span.stop) for store in (self.keys, self.values))
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
         return causal_attention(self.rope(q, span), k, padded)[..., : v.shape[-1]]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((self.context.batch_ids, pos), k, latent)
+        self.write((self.context.rows, pos), k, latent)
         return kernels.attend(
             self.rope(q, pos), self.keys, self.values, pos, scale=self.scale, kernel=self.kernel
         )

@@ -337,12 +337,12 @@ def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
     cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
     channels = cache.basis.argmax(1)[:, None].expand(-1, 59, -1)
-    expected = cache.keys.rows[0, :, :59].gather(2, channels)
-    assert torch.equal(cache.proxies.rows[0, :, :59], expected)
+    expected = cache.keys.vectors[0, :, :59].gather(2, channels)
+    assert torch.equal(cache.proxies.vectors[0, :, :59], expected)
     pos = torch.tensor([58])
     asked = pos, cache.rope(q[58:59], pos)
     index = cache.select(*asked)
-    cache.keys.rows.normal_()
+    cache.keys.vectors.normal_()
     assert torch.equal(cache.select(*asked), index)
 
 
@@ -378,7 +378,7 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
         held = cache.held[0].clone()
         if n % 5 == 0:
             pos = torch.tensor([n])
-            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.rows, 16)[0]
+            fresh = cache.best(pos, cache.rope(q[n : n + 1], pos), cache.proxies.vectors, 16)[0]
         assert torch.equal(held, fresh.int()) and int(cache.since) == n // 5 * 5
         mask = torch.zeros(4, 60, dtype=torch.bool).scatter_(1, held.long(), True)
         mask[:, int(cache.since) + 1 : n + 1] = True
@@ -428,7 +428,7 @@ def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
     store = baselines.LevelStore(Context(tiny_model(group=8, head_dim=128), 1, 4000), bits)
     store.write((0, slice(0, 4000)), x[:, None])
     back, energy = store.past(0, 4000)[:, 0], x.square().sum(-1)
-    assert store.rows.nbytes == 4000 * 16 * bits and not back[3].any()
+    assert store.vectors.nbytes == 4000 * 16 * bits and not back[3].any()
     far = ((back - x).square().sum(-1) / energy)[energy > 0].mean()
     assert abs(far / lost - 1) < 0.03 and far < math.sqrt(3) * math.pi / 2 / 4**bits
 
