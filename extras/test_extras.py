@@ -8,7 +8,6 @@ import copy
 import csv
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import random
@@ -24,7 +23,6 @@ import calibrate
 import generate
 import model as model_file
 from calibrate import save_artifact
-from compress import METHODS
 from extras import bench, gguf, harness
 from generate import DTYPES
 from model import SHAPES, UserError, load_model, load_tokenizer
@@ -44,6 +42,7 @@ from test_all import (
     encode_named,
     error,
     hf_model,
+    library,
     logits_through,
     make_engine,
     random_ids,
