@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
@@ -33,7 +34,6 @@ from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_
 from generate import Engine, Parser, synchronize
 from model import SHAPES, UserError
 
-SHAPES["nano"] = NANO  # which --random_weights then takes
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
 
@@ -56,12 +56,15 @@ class Row(NamedTuple):
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
 
-def filled_engine(row: Row, device: str, *more: str) -> Engine:
-    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind."""
+def filled_engine(row: Row, device: str, *more: str, **changes) -> Engine:
+    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
+    more: options; changes: of the shape."""
     line = f"--random_weights {row.shape} --prompt {row.tokens} --batch_size {row.sequences} {row.options}"
-    args = generate.parse_args([*line.split(), "--device", device, *more])
-    chosen = generate.chosen_settings(args, args.method)
-    model, _ = generate.load(args, False, generate.fold_of(args.method, chosen, args))
+    shapes = {name: dataclasses.replace(c, **changes) for name, c in (SHAPES | {"nano": NANO}).items()}
+    with patch.dict(SHAPES, shapes):
+        args = generate.parse_args([*line.split(), "--device", device, *more])
+        chosen = generate.chosen_settings(args, args.method)
+        model, _ = generate.load(args, False, generate.fold_of(args.method, chosen, args))
     plan = generate.prepare(model, args.method, chosen, args, row.sequences, row.tokens + ROOM)
     engine = generate.build_engine(model, args, *plan)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
@@ -170,8 +173,7 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
     """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
     each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
     plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
-    SHAPES["bench"] = dataclasses.replace(SHAPES[row.shape], n_layers=4, vocab_size=256)
-    engine = filled_engine(row._replace(shape="bench"), device, "--no-compile")
+    engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
     layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
