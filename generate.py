@@ -323,25 +323,31 @@ def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, to
     return torch.device(device), DTYPES.get(dtype, DTYPES["bf16" if device == "cuda" else "fp32"])
 
 
-def artifact_for(source: Path | str, method: str, model: Llama) -> compress.Artifact:
+def artifact_for(source: Path | ModelConfig, method: str, model: Llama) -> compress.Artifact:
     """What `calibrate.py fit` made for this method and model; of random weights random tensors."""
-    if source in model_file.SHAPES:
+    if isinstance(source, ModelConfig):
         return compress.random_artifact(method, model.config)
     return load_artifact(source, method, model)
 
 
 def load(
-    source: Path | str, device: str, dtype: str = "auto", weights=None, method="dense", options=None, seed=0
+    source: Path | ModelConfig,
+    device: str,
+    dtype: str = "auto",
+    weights=None,
+    method="dense",
+    options=None,
+    seed=0,
 ) -> tuple[Llama, object]:
-    """The model and its tokenizer of a checkpoint folder; of a shape's name random weights and None.
+    """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
     weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
     the model serves no other one."""
     artifact, fold_all = lru_cache(partial(artifact_for, source, method)), method_named(method).fold_all
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
-    if source in model_file.SHAPES:
-        config = dataclasses.replace(model_file.SHAPES[source], max_positions=1 << 20)
+    if isinstance(source, ModelConfig):
+        config = dataclasses.replace(source, max_positions=1 << 20)
         return model_file.random_model(config, *place, seed, fold), None
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
@@ -369,7 +375,7 @@ def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int,
 
 
 def build_engine(
-    source: Path | str, model: Llama, method: str, options: dict, rows: int, capacity: int,
+    source: Path | ModelConfig, model: Llama, method: str, options: dict, rows: int, capacity: int,
     sampling: Sampling, compiled: bool | None = None, kernel: bool | None = None, prefill_chunk=None
 ) -> Engine:  # fmt: skip
     """An engine for a model of `load`, whose weights it may change. compiled, kernel: None for where they
@@ -688,7 +694,7 @@ def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], C
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    source = args.random_weights or args.checkpoint
+    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
     folder = source, args.device, args.dtype, args.weights
     model, tokenizer = load(*folder, args.method, args.options, args.seed)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -713,7 +719,7 @@ def run_generate(args: argparse.Namespace) -> None:
         "method": args.method,
         "variant": args.options.get("variant", "ours"),
         "settings": dataclasses.asdict(settings_from(args.method, args.options)),
-        "model": str(source),
+        "model": str(args.random_weights or args.checkpoint),
         "seed": args.seed,
         **report(engine, tokenizer, prompts, output),
     }

@@ -32,7 +32,6 @@ from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_
 from generate import Engine, Parser, Sampling, clock
 from model import SHAPES, UserError
 
-SHAPES["nano"] = NANO  # which --random_weights then takes
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
 
@@ -55,14 +54,17 @@ class Row(NamedTuple):
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
 
-def filled_engine(row: Row, device: str, *more: str) -> Engine:
-    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind."""
-    line = f"--random_weights {row.shape} --prompt {row.tokens} --batch_size {row.sequences} {row.options}"
+def filled_engine(row: Row, device: str, *more: str, **changes) -> Engine:
+    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
+    more: options; changes: of the shape."""
+    shapes, line = SHAPES | {"nano": NANO}, f"--prompt {row.tokens} {row.options}"
+    if row.shape not in shapes:
+        raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
-    model, _ = generate.load(row.shape, device, args.dtype, args.weights, args.method, args.options)
-    size = row.sequences, row.tokens + ROOM
+    config, size = dataclasses.replace(shapes[row.shape], **changes), (row.sequences, row.tokens + ROOM)
+    model, _ = generate.load(config, device, args.dtype, args.weights, args.method, args.options)
     how = Sampling(), args.compile, args.kernels
-    engine = generate.build_engine(row.shape, model, args.method, args.options, *size, *how)
+    engine = generate.build_engine(config, model, args.method, args.options, *size, *how)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
             if part.dtype in (torch.uint8, torch.int8):
@@ -167,8 +169,7 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
     """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
     each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
     plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
-    SHAPES["bench"] = dataclasses.replace(SHAPES[row.shape], n_layers=4, vocab_size=256)
-    engine = filled_engine(row._replace(shape="bench"), device, "--no-compile")
+    engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
     layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
