@@ -3908,7 +3908,6 @@ BAD_COMMANDS = {
     "generate --method lrqk --rank 17 --prompt 5": "r must be 1 to 16",
     "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
     "generate --method lrqk --rank 8 --kv_device cuda --device cpu --prompt 5": "the model runs on the CPU",
-    "generate --method sals --sinks -1 --prompt 5": "--sinks -1: give a number in [0, inf)",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "at least the number of prompts",
     "generate --device cuda": "--device cpu",
@@ -3926,20 +3925,17 @@ BAD_COMMANDS = {
     "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts: 3000 is more than",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --text few.txt": "no text of at least 200 characters",
-    "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
+    "fit --checkpoint nano-elitekv --method sals": "calibrated already",
     "fit --method sals --text none": "No such file",
     "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
-    "fit --method fdc --accuracy 2": "--accuracy: 2: give a number in (0, 1]",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
     "train --out new --text few.txt --distill": "with --from FOLDER",
     "train --out new --text few.txt:nan": "--text: nan: give a number in (0, inf)",
-    "train --out new --text few.txt --lr -1": "--lr: -1: give a number in (0, inf)",
     "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
     "train --out new --text few.txt --log again": "--log: no file can be written at again",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
-    "train --out again --text few.txt --workers 300": "--workers: 300: give a number in [1, 256]",
     "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
     "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; use",
     "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
@@ -4347,10 +4343,8 @@ def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
 
 
-def test_nothing_imports_triton_or_transformers_at_start():
-    code = "import generate, calibrate, sys; assert not {'triton', 'transformers'} & set(sys.modules)"
-    if "triton" in torch.__dict__.get("__all__", []):
-        pytest.skip("this torch imports triton by itself")
+def test_nothing_imports_transformers_at_start():
+    code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
     assert python("-c", code).returncode == 0
 
 
