@@ -217,7 +217,7 @@ def test_report_of_a_cache_with_values_in_host_memory(cli):
 # ---- the papers' algorithms
 
 
-def pure_quest(cache, entry, n, q, k, v):
+def pure_quest(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
     def step(i, q, k, v, stored):
@@ -226,7 +226,7 @@ def pure_quest(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
 
-def pure_turboquant(cache, entry, n, q, k, v):
+def pure_turboquant(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     Pi, levels = cache.keys.rotation.mT, cache.keys.levels
     k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
@@ -235,7 +235,7 @@ def pure_turboquant(cache, entry, n, q, k, v):
         yield attend_reference(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
 
 
-def pure_sals_cann(cache, entry, n, q, k, v):
+def pure_sals_cann(cache, row, n, q, k, v):
     """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     low = spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
@@ -254,7 +254,7 @@ def pure_sals_cann(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: h, step)
 
 
-def pure_h2o(cache, entry, n, q, k, v):
+def pure_h2o(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
     grouped, places = q.unflatten(1, (k.shape[1], -1)), torch.arange(n)
@@ -273,21 +273,21 @@ def pure_h2o(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, start, step)
 
 
-def pure_shadowkv(cache, entry, n, q, k, v):
+def pure_shadowkv(cache, row, n, q, k, v):
     rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
-    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], rotated, v))
+    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[row], rotated, v))
     whole = max(0, n - settings.recent) // cache.chunk
     chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
     likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
     outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
     budget = cache.selected // cache.chunk, cache.chunk, settings.recent
     for i in range(n, len(q)):
-        given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
+        given = q[i], k[i], v[i], stored, cache.basis[row], outliers
         out, chosen, stored = baselines.shadowkv_step(*given, budget, cache.rope)
         yield out.flatten(), chosen
 
 
-def pure_palu(cache, entry, n, q, k, v, latent):
+def pure_palu(cache, row, n, q, k, v, latent):
     """The keys' bias is not in their latent (ours)."""
     q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
     values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
@@ -301,13 +301,13 @@ def pure_palu(cache, entry, n, q, k, v, latent):
     return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
 
 
-PURE = {  # as in test_all.py
-    "quest": ({"keep": 20, "page": 4}, pure_quest, None),
-    "h2o": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
+STEPS = {  # as in test_all.py
+    "quest_step": ({"keep": 20, "page": 4}, pure_quest, None),
+    "h2o_step": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
     "turboquant": ({"bits": 3}, pure_turboquant, None),
     "sals_cann": ({"keep": 20, "page": 4, "tail": 2}, pure_sals_cann, None),
-    "shadowkv": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
-    "palu": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
+    "shadowkv_step": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
+    "palu_step biased": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
 }
 
 
