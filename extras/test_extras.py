@@ -104,6 +104,9 @@ SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 SHADOW_1 = SHADOW | {"rank": 1.0}
 SHADOW_ALL = {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}
 DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
+test_all.WIDE |= {"palu"}
+test_all.CODED |= {"palu"}
+test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
     ("palu", {"keep": 0.5}),
     ("streaming", {"sinks": 2, "recent": 20}),
@@ -117,6 +120,14 @@ CASES = [
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}),
 ]
 GRAPHED, STORES = CASES, []
+
+
+def shadowkvs_exact(cache, places: torch.Tensor) -> torch.Tensor:
+    """Which of 40 past tokens [40, Hkv] SHADOW keeps exactly: the recent ones and those of outlier chunks."""
+    return (places >= 31) | (places[..., None] // cache.chunk == cache.outlier[0]).any(-1)
+
+
+test_all.EXACT |= {"shadowkv": shadowkvs_exact}
 EVERYTHING = [
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
@@ -142,8 +153,8 @@ SELECTORS = [
     ("hshare", {"keep": 24, "every": 8, "share_heads": 2}, 24, 0, 1, 7, ""),
     ("hshare", {"keep": 24, "every": 5, "sinks": 2, "recent": 4}, 24, 2, 4, 4, ""),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 24, 0, 5, 3, ""),
-    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
-    ("shadowkv", SHADOW_1, 57, 0, 6, 16, ""),  # a short prompt has no outliers
+    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, "early"),
+    ("shadowkv", SHADOW_1, 57, 0, 6, 16, "early"),  # a short prompt has no outliers
 ]
 BYTES_READ = [
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
@@ -329,6 +340,14 @@ def test_keyformers_weights_have_gumbel_noise_and_a_temperature_of_1_to_2_since_
     assert abs(cache.gumbel.mean() - 0.5772) < 0.03 and abs(cache.gumbel.var() - math.pi**2 / 6) < 0.06
     truth = ((logits + noise) / 1.5).softmax(-1)
     assert torch.allclose(weights(logits, torch.tensor(0.5), torch.tensor(0)), truth)
+
+
+@pytest.mark.parametrize("method", ["h2o", "keyformer"])
+def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
+    cache, (q, k, v) = scene(method, 40, 57, 60, keep=24)
+    cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    places = cache.position[0].T.long()[..., None].expand(24, -1, 16)
+    assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
 
 
 # ---- Double Sparse, HShare
