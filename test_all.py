@@ -65,7 +65,7 @@ ROOT = Path(__file__).parent
 NANO = ROOT / "checkpoints" / "nano"
 REAL = ROOT.parent / "shared" / "real"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-CPU = torch.device("cpu")
+CPU, DEVICE = torch.device("cpu"), "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def over(arguments: str, cases: Callable) -> Callable:
@@ -413,14 +413,16 @@ def test_linear_and_yarn_scaling_extend_the_positions():
 
 @pytest.mark.parametrize("rows", [3, 40])  # which read codes as they are, and which do not
 def test_an_int8_linear_has_the_nearest_codes_and_their_products(rows):
-    linear = model_file.Linear(48, 300).requires_grad_(False)
+    linear = model_file.Linear(48, 300).requires_grad_(False).to(DEVICE)
     linear.weight[7] = 0
-    before, x = linear.weight.clone(), torch.randn(2, rows, 48)
+    before, x = linear.weight.clone(), torch.randn(2, rows, 48).to(DEVICE)
     linear.quantize()
     after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
     assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
     assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
-    assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
+    with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
+        assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
+    assert launch.called == (DEVICE == "cuda")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -510,10 +512,11 @@ def test_half_precision_is_near_dense(method, options):
 
 @over("method, options", lambda tests: tests.CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
-    """Alone in a cache that has held a longer prompt before, of which nothing may be left."""
+    """Alone in a cache that has held a longer prompt before, of which nothing may be left. Eight steps take
+    rows beyond a window of 8 and a block of 32."""
     # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
     # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
-    prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 15)))
+    prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8)))
     together, alone = (make_engine(tiny_model().double(), method, n, 110, **options) for n in (3, 1))
     got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
@@ -746,7 +749,7 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     # What a prompt alone decides, or where a cache counts what has happened since.
     of_the_prompt = "basis latent outlier outliers.vectors held since head left".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
-    ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
+    ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         engine.prefill([ids[:first]])
@@ -1243,18 +1246,14 @@ def test_elite_orders_are_those_of_each_head_alone():
     tables = rope_tables(model.config, 40, CPU)
     order = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
     assert torch.equal(order, found["elite"][2, 1])
-    norms = calibrate.contribution(q[:, :, 4:], k[:, :, 1])
+    norms = math.prod(pair_energy(x).sqrt().flatten(0, -2).mean(0) for x in (q[:, :, 4:], k[:, :, 1]))
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
-def test_uniform_order_and_contribution_of_pairs():
+def test_uniform_order_of_pairs():
     spread = [0, 5, 11, 17, 22, 28, 34, 40, 45, 51, 57, 63]
     order = compress.uniform_order(64, 12).tolist()
     assert order[:12] == spread and sorted(order) == list(range(64))
-    q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
-    got = calibrate.contribution(q, k[:, :, 0])
-    truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
-    assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
 
 
 def test_joint_factors_are_optimal_and_beat_separate_ones():
@@ -1427,13 +1426,6 @@ def test_methods_refuse_what_does_not_fit(case):
     with pytest.raises(UserError, match=message) as caught:
         make_engine(tiny_model(**dict(*changes)).to(DEVICE), method, 1, 80, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
-    assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernel is False
-    make_engine(tiny_model(head_dim=48), "loki", 1, 64)
-    engine = make_engine(tiny_model(head_dim=80), "sals", 1, 64, skip="")
-    assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
@@ -1644,28 +1636,24 @@ def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
     assert_best_basis(weight.T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
-def test_fdc_ranks_obey_equation_1(rate):
+def test_fdc_ranks_obey_equation_1_and_rates_are_where_they_change():
     values = torch.rand(2, 3, 80, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
-    values[0, 0, 20:] = 0  # a head that is of rank 20
-    ranks = compress.fdc_ranks(values, rate)
-    for theta, rank in zip(values.flatten(0, 1).double(), ranks.flatten().tolist(), strict=True):
-        j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
-        assert j == 0 or theta[j:].sum() > rate * theta.sum()
-        assert rank == min(80, math.ceil((j + 1) / 16) * 16)
-    assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
-    equal = compress.fdc_ranks(values, rate, adaptive=False)
-    assert (equal == equal[0, 0]).all() and 0 <= ranks.double().mean() - equal[0, 0] < 1
-
-
-def test_fdc_rates_are_where_ranks_change():
-    values = torch.rand(2, 3, 64, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
     rates = calibrate.fdc_rates(values)
-    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 3
+    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 4
     totals = [int(compress.fdc_ranks(values, rate).sum()) for rate in rates]
     assert all(a - b == 16 for a, b in itertools.pairwise(totals))
     between = [int(compress.fdc_ranks(values, (a + b) / 2).sum()) for a, b in itertools.pairwise(rates)]
     assert between == totals[:-1]
+    values[0, 0, 20:] = 0  # a head that is of rank 20
+    for rate in (0.0, 0.01, 0.1, 0.3, 0.6, 0.99):
+        ranks = compress.fdc_ranks(values, rate)
+        for theta, rank in zip(values.flatten(0, 1).double(), ranks.flatten().tolist(), strict=True):
+            j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
+            assert j == 0 or theta[j:].sum() > rate * theta.sum()
+            assert rank == min(80, math.ceil((j + 1) / 16) * 16)
+        assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
+        equal = compress.fdc_ranks(values, rate, adaptive=False)
+        assert (equal == equal[0, 0]).all() and 0 <= ranks.double().mean() - equal[0, 0] < 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
@@ -1701,7 +1689,13 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
 
 
 def test_greedy_top_k_and_top_p():
+    """Greedy takes the first of the largest."""
     torch.manual_seed(0)
+    for vocabulary in (1, 5, 63, 64, 65, 1000, 4096):
+        logits = randn(7, vocabulary)
+        least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
+        for each in (logits, logits.round(), least, broken):
+            assert torch.equal(Sampling()(each), each.argmax(-1))
     logits = torch.tensor([[0.1, 3.0, 2.0, -1.0, 2.9]]).repeat(4000, 1)
     for options, expected in (({"top_k": 2}, {1, 4}), ({"top_p": 0.5}, {1, 4}), ({"top_p": 0.3}, {1})):
         assert set(Sampling(1.0, **options)(logits).tolist()) == expected
@@ -1711,14 +1705,6 @@ def test_greedy_top_k_and_top_p():
     for temperature in (0.5, 1.0, 2.0):
         drawn = torch.bincount(Sampling(temperature)(logits), minlength=5) / 4000
         assert (drawn - (logits[0] / temperature).softmax(-1)).abs().max() < 0.03
-
-
-@pytest.mark.parametrize("vocabulary", [1, 5, 63, 64, 65, 1000, 4096])
-def test_greedy_takes_the_first_of_the_largest(vocabulary):
-    logits = randn(7, vocabulary)
-    least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
-    for each in (logits, logits.round(), least, broken):
-        assert torch.equal(Sampling()(each), each.argmax(-1))
 
 
 def test_rows_stop_one_by_one():
@@ -2166,9 +2152,6 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
-    tokenizer.chat_template = TEMPLATES["Phi-3"]
-    chat = generate.encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
-    assert chat == [32002, *hello, 32003, 32001]  # these tokens swallow the line breaks after them
     later = tokenizer.encode_continuation("Hello")
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32000})
     assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *hello, 32000, *later]
@@ -2292,7 +2275,6 @@ def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
 # In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 NAN = float("nan")
@@ -2776,25 +2758,6 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
-LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
-@poisoned
-def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
-    """A row whose pos lies beyond S attends all S."""
-    pos = positions(*pos)
-    later = torch.arange(S, device=DEVICE) > pos[:, None]
-    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
-    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
-    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
-    truth = (weights @ v.float()).flatten(1, 2)
-    logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
-    close(kernels.attend_logits(logits, poison(v, dead), pos, kernel=True), truth, dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "B, S, Hq, W, DV, pos, wide",
@@ -2959,19 +2922,6 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                     assert weights or touch not in before, (name, touch)
     """
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
-
-
-def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
-    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
-    program = """
-        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
-        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
-        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
-            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
-            code = compiled[-1][1].asm["ttgir"]
-            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
-    """
-    run_for_hopper(program)
 
 
 # ---- heads of unequal rank, rows of host memory
@@ -3153,7 +3103,6 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("plain", {"q": turned}, "q .* must be contiguous"),
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
-    ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
     ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
     ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
@@ -3179,9 +3128,7 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
     ("block_queries", {"mean": lambda x: x.half()}, "mean must be torch.float32"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
-    ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
-    ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
@@ -3197,7 +3144,6 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("linear", {"codes": lambda codes: codes.float()}, "codes must be torch.int8"),
-    ("linear", {"scale": lambda scale: scale[1:]}, "scale must be"),
     ("linear", {"bias": lambda _: randn(3)}, "bias must be"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
@@ -3578,12 +3524,18 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(cli, monkeypatch):
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
-    right = lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]  # noqa: E731
+    """And facts lie at depths that are spread evenly over the samples."""
+    asked = {}
+
+    def right(engine, hay, kind, seeds, n_tokens, n_facts, depths) -> list[float]:
+        asked.update(zip(seeds, depths, strict=True))
+        return [float(seed == 4) for seed in seeds]
+
     monkeypatch.setattr(calibrate, "eval_retrieval", right)
     candidate = SimpleNamespace(engine=lambda _, *size, least: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
-    assert row["single 50"] == 20
+    assert row["single 50"] == 20 and [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
 
 
 def test_candidates_read_yes_and_no():
@@ -3749,7 +3701,6 @@ DAMAGE = [
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
     ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
@@ -3812,7 +3763,6 @@ BAD_COMMANDS = {
     "generate --prompt @nowhere.txt": "No such file",
     "generate --prompt @/dev/zero": "no regular file",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
-    "generate --prompt 5 --temperature nan": "--temperature: nan: give a number in [0, inf)",
     "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
     "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
     "generate --chat": "--chat needs a --prompt",
@@ -3852,7 +3802,6 @@ BAD_COMMANDS = {
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
     "fit --method sals --text none": "No such file",
-    "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
@@ -4231,7 +4180,15 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     assert torch.equal(model.tok_embeddings.weight, expected + 1)
 
 
-def test_streams_that_know_other_characters(cli, monkeypatch):
+def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypatch):
+    """Files are UTF-8 in every locale."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
+        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
     for errors in ("strict", "surrogateescape"):  # as the locale has it
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
         assert "not UTF-8" in cli.refusal("generate --prompt -")
@@ -4242,16 +4199,6 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
     generate.run_command(lambda: print("snow \u2603", sys.stdin.read(), flush=True))
     generate.run_command(lambda: print("to print(file=None)", file=sys.stderr, flush=True))
     assert stdout.buffer.getvalue() == b"snow ? \n"
-
-
-def test_files_are_utf_8_in_every_locale(tmp_path):
-    before = locale.setlocale(locale.LC_CTYPE)
-    locale.setlocale(locale.LC_CTYPE, "C")
-    try:
-        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
-        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
-    finally:
-        locale.setlocale(locale.LC_CTYPE, before)
 
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
@@ -4391,16 +4338,6 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     for a, b in zip(model.layers.parameters(), int8.layers.parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
-
-
-def test_int8_weights_are_multiplied_by_the_kernel_where_it_runs(monkeypatch):
-    seen, launch, model = [], kernels.launch_linear, tiny_model().to(DEVICE)
-    monkeypatch.setattr(kernels, "launch_linear", lambda *args: seen.append(len(args[0])) or launch(*args))
-    for linear in (model.output, *(linear for layer in model.layers for linear in layer.linears())):
-        linear.quantize()
-    engine = make_engine(model, "dense", 2, 40)
-    logits_through(engine, [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)])
-    assert seen == (([30] * 16 + [1]) + ([20] * 16 + [1]) + [2] * 17 * 4) * (DEVICE == "cuda")
 
 
 def test_the_report_counts_int8_weights_and_asks_dense_apart(cli):

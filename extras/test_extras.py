@@ -349,6 +349,27 @@ def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
     assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
 
 
+# ---- H2O attends by logits that it has
+
+LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
+
+
+@pytest.mark.parametrize("dtype", test_all.DTYPES)
+@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
+@poisoned
+def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
+    """A row whose pos lies beyond S attends all S."""
+    pos = test_all.positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
+    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
+    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    truth = (weights @ v.float()).flatten(1, 2)
+    logits, dead = logits.masked_fill(later[:, None, None], test_all.NAN), later[:, None].expand(-1, Hkv, -1)
+    close(kernels.attend_logits(logits, test_all.poison(v, dead), pos, kernel=True), truth, dtype)
+
+
 # ---- Double Sparse, HShare
 
 
@@ -1335,6 +1356,19 @@ def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch
     model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
     make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **SPARSE | {"skip": "0,1,-1"})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
+    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
+    program = """
+        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
+        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
+        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
+            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
+            code = compiled[-1][1].asm["ttgir"]
+            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
+    """
+    run_for_hopper(program)
 
 
 def test_which_rows_chains_serve(hopper, monkeypatch):
