@@ -700,11 +700,11 @@ STEPS = {
 @over("name", lambda tests: tests.STEPS)
 def test_a_cache_does_as(name, group, request):
     """Over 40 steps of ragged rows, across the budget's edge: equal outputs, equal sets."""
-    (options, pure, parts), prompts = request.module.STEPS[name], (8, 17, 30)
+    (options, pure, parts), prompts = request.module.STEPS[name], (8, 30)
     method = name.split("_step")[0]
     dim, options = width_for(method), ({} if "ours" in name else method_named(method).paper) | options
     model = tiny_model(group=group, head_dim=dim, qkv_bias="biased" in name)
-    cache = row_cache(method, model, 3, 70, **options)
+    cache = row_cache(method, model, 2, 70, **options)
     torch.manual_seed(0)
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
     streams = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
@@ -1223,13 +1223,14 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     assert sorted(order.tolist()) == list(range(8))
 
     def logits(*pairs):  # causal ones, if only these pairs turn
-        tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
+        tables = elite_tables(torch.tensor([pairs], dtype=torch.long), 24, tiny_config())
         turned = (apply_rope(x[:, :, None], *tables) for x in (q, k))
         return torch.einsum("nihgd,njhod->nhgij", *turned).tril() / 4
 
     def lost(*pairs):
         return (logits(*pairs) - logits(*range(8)))[..., rows, :].abs().mean()
 
+    assert error(deltas.sum(0), (logits(*range(8)) - logits())[:, 0, :, rows]) < 1e-5
     for n in range(8):
         *best, taken = order[: n + 1].tolist()
         found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
@@ -1935,7 +1936,7 @@ def test_qwen_against_transformers():
     tokenizer, oracle = with_auto(folder_of(QWEN))
     texts = [*TEXTS, "e\u0301 u\u0308 \u1100\u1161", "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>"]
     texts += ["<tool_call>{}</tool_call> <|im_end|>", Path(json.__file__).read_text(encoding="utf-8")]
-    texts += [path.read_text(encoding="utf-8")[:100_000] for path in sorted((REAL / "text").rglob("*.txt"))]
+    texts += [path.read_text(encoding="utf-8")[:20_000] for path in sorted((REAL / "text").rglob("*.txt"))]
     for text in texts:
         expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == expected  # and no BOS
@@ -2042,7 +2043,7 @@ def test_a_sentencepiece_model_without_bos_or_first_space_and_one_of_another_kin
 
 def test_long_and_broken_text(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
-    assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
+    assert len(tokenizer.encode(" " * 400_000, bos=False)) == 200_000
     for each in (tokenizer, load_tokenizer(NANO)):
         assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
 
@@ -2190,7 +2191,8 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
         added[i]["rstrip"] = True  # as Phi-3's
-    added[4103]["lstrip"] = True  # as Phi-4's
+    for i in (4101, 4103):
+        added[i]["lstrip"] = True  # as Phi-4's
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
     if kind == "bytes":
@@ -2415,14 +2417,14 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
 RULES = ["each", "largest", "softmax"]
 SCORES_SIZES = [  # B, S, H, N, r, r_score, block; how often the mean key is rotated; blocks a program has
     (1, 70, 1, 4, 32, 16, 0, 0, 0),
-    (3, 300, 2, 1, 48, 20, 48, 0, 0),
+    (3, 130, 2, 1, 48, 20, 48, 0, 0),
     (2, 90, 3, 6, 64, 64, 0, 0, 0),
-    (2, 300, 1, 3, 40, 33, 48, 0, 0),
+    (2, 200, 1, 3, 40, 33, 48, 0, 0),
     (3, 97, 1, 32, 530, 520, 0, 0, 0),
     (3, 97, 1, 32, 530, 520, 512, 0, 0),
     (1, 129, 1, 8, 9, 5, 48, 0, 0),
     *((2, 130, 2, 3, 40, 32, block, run, 0) for block in (0, 48) for run in (1, 16)),
-    *((3, 300, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),  # 24: a block for each
+    *((2, 220, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),  # 24: a block for each
 ]
 
 
@@ -2483,7 +2485,7 @@ CHUNKED = (5000, 4, 600, 16, (4999, 700))  # in several
 SELECTED = [
     *((kind, *row) for kind in SCORES for row in (*SHORT_ROWS, CHUNKED)),
     *((kind, 5000, 4, 4000, 16, (4999,)) for kind in ("normal", "extremes", "near ties")),
-    *((kind, 8193, 4, 256, 16, (8192, 5000, 7)) for kind in ("ties", "one chunk", "near ties")),
+    *((kind, 8193, 4, 256, 16, (8192, 7)) for kind in ("ties", "one chunk", "near ties")),
     *((kind, 10000, 4, 7000, 8, (9999,)) for kind in ("equal", "masked", "offset")),
     # The widest tile of survivors that a program takes, and a budget beyond: the pass over the whole row.
     ("normal", 65536, 4, 16384, 64, (65535,)),
@@ -2550,7 +2552,7 @@ def check_select(kind, S, x, y, z, pos, shares=None):
     scores = SCORES[kind](randn(len(pos), S))
     scores[torch.arange(S, device=DEVICE) > pos[:, None]] = NAN
     wanted = shares and positions(*(int(share * y) for share in shares))
-    out, again = (kernels.launch_select(scores, pos, x, y, z, wanted) for _ in range(2))
+    out = kernels.launch_select(scores, pos, x, y, z, wanted)
     truth = kernels.select_reference(scores, pos, x, y, z, wanted)
     for b in range(len(pos)):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
@@ -2558,7 +2560,8 @@ def check_select(kind, S, x, y, z, pos, shares=None):
         assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
         got, want = (scores[b, index].sort().values for index in (got, want))
         assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True)  # a sink's may be NaN
-    assert torch.equal(out, again)
+    if DEVICE == "cuda":  # the interpreter has no order of programs
+        assert torch.equal(out, kernels.launch_select(scores, pos, x, y, z, wanted))
 
 
 # ---- attend
