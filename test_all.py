@@ -380,7 +380,11 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
     assert loaded.output.weight is loaded.tok_embeddings.weight
     slots["model.norm.weight"][0] += 1
     save_checkpoint(model, tmp_path)
-    assert load_model(tmp_path, CPU, torch.float32).fingerprint != loaded.fingerprint
+    assert (before := load_model(tmp_path, CPU, torch.float32).fingerprint) != loaded.fingerprint
+    data = bytearray((tmp_path / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / WEIGHTS).write_bytes(data)
+    assert model_file.fingerprint([tmp_path / WEIGHTS]) != before
 
 
 def test_what_a_config_leaves_out():
@@ -3516,13 +3520,13 @@ def test_perplexity_and_kl_through_the_cache():
     assert calibrate.standard_error(kl) == pytest.approx(np.abs(np.diff(truth)).item() / 2, rel=0.05)
 
 
-def test_a_perplexity_beyond_all_numbers_is_infinite(cli, monkeypatch):
-    for loss, finite in ((700, True), (710, False)):
-        figures = *torch.full((2, 1), loss, dtype=torch.float64), None
+def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, monkeypatch):
+    for losses, ppl in (([700.0], math.exp(700)), ([710.0], math.inf), ([1.0, 3.0], math.exp(2))):
+        figures = torch.tensor(losses, dtype=torch.float64), torch.zeros(len(losses)), None
         monkeypatch.setattr(calibrate, "eval_perplexity", lambda *_, figures=figures: figures)
         line = "eval --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
         (row,) = cli.json(line)["rows"]
-        assert math.isfinite(row["ppl python"]) == finite
+        assert row["ppl python"] == pytest.approx(ppl)
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
@@ -3918,6 +3922,7 @@ def test_report_of_a_mixed_cache(cli):
     report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
     assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
+    assert calibrate.ledger(make_engine(tiny_model(), "lrqk", 2, 60, **LRQK), 50)["host/token"] == 4 * 512
     report = cli.json(line)
     assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None
     assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
