@@ -1319,9 +1319,10 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     assert abs(exact_trial / whole - 1) < 1e-3
 
 
-def trained_logits(monkeypatch, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Will have the logits of the model that calibrate.train leaves, for tokens [B, S]."""
-    seen = []
+def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
+    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
+    source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
+    tokens, seen = torch.randint(3, 4096, (1, 50)), []
 
     def train_and_see(model: Llama, *given) -> bool:
         done = train(model, *given)
@@ -1329,14 +1330,6 @@ def trained_logits(monkeypatch, tokens: torch.Tensor) -> list[torch.Tensor]:
         return done
 
     monkeypatch.setattr(calibrate, "train", train_and_see)
-    return seen
-
-
-def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
-    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
-    source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
-    tokens = torch.randint(3, 4096, (1, 50))
-    seen = trained_logits(monkeypatch, tokens)
     method = "elitekv:r=3,d_ckv=24"
     uptrain = f"train --from {source} --method {method} --out {out} --text {ROOT / 'model.py'} "
     uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
@@ -2762,6 +2755,25 @@ REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("a
 def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     pos = [S - 1 - 7 * b for b in range(B)]
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
+
+
+LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
+@poisoned
+def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
+    """A row whose pos lies beyond S attends all S."""
+    pos = positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
+    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
+    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    truth = (weights @ v.float()).flatten(1, 2)
+    logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
+    close(kernels.attend_logits(logits, poison(v, dead), pos, kernel=True), truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

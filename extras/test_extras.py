@@ -350,27 +350,6 @@ def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
     assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
 
 
-# ---- H2O attends by logits that it has
-
-LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
-LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
-
-
-@pytest.mark.parametrize("dtype", test_all.DTYPES)
-@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
-@poisoned
-def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
-    """A row whose pos lies beyond S attends all S."""
-    pos = test_all.positions(*pos)
-    later = torch.arange(S, device=DEVICE) > pos[:, None]
-    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
-    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
-    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
-    truth = (weights @ v.float()).flatten(1, 2)
-    logits, dead = logits.masked_fill(later[:, None, None], test_all.NAN), later[:, None].expand(-1, Hkv, -1)
-    close(kernels.attend_logits(logits, test_all.poison(v, dead), pos, kernel=True), truth, dtype)
-
-
 # ---- Double Sparse, HShare
 
 
