@@ -361,15 +361,21 @@ def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, 
     return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
 
 
+def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
+    """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
+    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
+    needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
+    return needs | {device.type: needs.get(device.type, 0) + sum(cache.formula() for cache in caches)}
+
+
 def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> None:
     """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
-    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
-    needs = {"cpu": rows * sum(cache.host_bytes() for cache in caches)}
-    needs[device.type] = needs.get(device.type, 0) + rows * sum(cache.formula() for cache in caches)
-    for kind, needed in needs.items():
-        share = free_memory(torch.device(kind)) / max(1, needed)
+    for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
+        share = free_memory(torch.device(kind)) / max(1, rows * needed)
         if share < 1:
-            size = f"the {method} cache of {rows} rows x {capacity} tokens needs {human(needed)} ({kind})"
+            size = (
+                f"the {method} cache of {rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
+            )
             fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
             raise UserError(f"not enough memory: {size}; {fits}")
 
@@ -532,7 +538,7 @@ class Parser(argparse.ArgumentParser):
 
     def option(self, name: str, kind: Callable, default: object, about: str, **more) -> None:
         """An option of one value, or of several (nargs, or action "append"). Its help says its default."""
-        if default is not None:
+        if default not in (None, "", []):
             shown = default if not isinstance(default, tuple | list) else " ".join(map(str, default))
             about = f"{about} (default {shown})"
         self.add_argument(name, type=kind, default=default, help=about.replace("%", "%%"), **more)
