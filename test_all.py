@@ -3922,7 +3922,7 @@ BAD_COMMANDS = {
     "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
     "eval --text few.txt --text few.txt": "a text named few already",
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
-    "eval --facts 3000 --tasks multikey --lengths 400 --prefix 9": "--facts: 3000: give a number in [4, 1290]",
+    "eval --facts 3000 --tasks multikey --prefix 9": "--facts: 3000: give a number in [4, 1290]",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",

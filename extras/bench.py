@@ -168,13 +168,13 @@ def bytes_moved(name: str, args: tuple, out) -> float:
 def time_layer(row: Row, device: str) -> Iterator[dict]:
     """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
     each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
-    plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
+    plain K and V, on CUDA cuDNN's. limit_us: as many bytes in a large copy. share: limit_us / us."""
     engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
     layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
     reads = [partial(torch.amax, large, -1)] * 8
-    reads_us = median_us(reads, pos.device)
+    reads_us, bandwidth = median_us(reads, pos.device), generate.measure_bandwidth(pos.device)
 
     def cold_us(call: Callable) -> float:
         calls = [part for read in reads for part in (read, call)]
@@ -197,7 +197,7 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
         name = function._opname
         timed.append((name, partial(function, *args), bytes_moved(name, args, out)))
     for name, call, nbytes in timed:
-        us, limit = cold_us(call), nbytes * reads_us / (len(reads) * large.nbytes)
+        us, limit = cold_us(call), nbytes / bandwidth * 1e6
         figures = {"us": us, "dense_us": dense_us, "limit_us": limit, "share": limit / us}
         yield {"operation": name, "bytes": round(nbytes)} | figures
 
