@@ -4356,6 +4356,8 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
     assert run.returncode == 0, run.stderr
     shown = readme.split("```\nQuestion:")[1].split("```")[0]
     assert "Question:" + shown in run.stdout
+    took, would_take = re.search(r"took ([\d.]+) MB .*dense would take ([\d.]+)", readme).groups()
+    assert re.search(rf"measured +{took} MB\n.*\n.*dense +{would_take} MB", run.stderr), run.stderr
 
 
 def test_the_readmes_own_method_runs(cli):
@@ -4396,24 +4398,13 @@ def test_the_top_works_without_extras(tmp_path):
     assert "'h2o'" not in told and told.endswith("No module named 'nowhere'\n")
 
 
-def test_the_readmes_line_ranges_and_the_names_of_the_docs_are_true():
-    """A range begins where a function, a class or a chapter does; a name in code style is in the code."""
-    readme, methods = (ROOT / "README.md").read_text(), (ROOT / "docs" / "methods.md").read_text()
-    sources = {
-        name: (ROOT / name).read_text() for name in ("model.py", "compress.py", "kernels.py", "calibrate.py")
-    }
-    file, ranges = "", 0
-    for name, first, last in re.findall(r"`(\w+\.py)`|\bL(\d+)-(\d+)", readme):
-        file = name or file
-        if first:
-            lines, ranges = sources[file].splitlines(), ranges + 1
-            assert lines[int(first) - 1].startswith(("def ", "class ", "@", "# --")), (file, first)
-            assert int(first) < int(last) <= len(lines), (file, last)
-    assert ranges > 10
+def test_the_names_in_the_docs_are_in_the_code():
+    methods, readme = (ROOT / "docs" / "methods.md").read_text(), (ROOT / "README.md").read_text()
     code = "".join(path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")))
     if not (ROOT / "extras").is_dir():
         methods = re.sub(r"## Comparison rows.*?\n(?=## )", "", methods, flags=re.S)
-    for name in re.findall(r"`([a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods):
+        readme = readme.replace("`sals_cann`", "")
+    for name in re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme):
         assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
