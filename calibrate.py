@@ -247,8 +247,8 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
-    of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
+    """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
+    the covariance of S k, where S is the rms of the queries in each pair that RoPE rotates ("query": ours)."""
     c, keys = model.config, moments()["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -256,8 +256,8 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     r = max(1, round(max_rank * c.kv_dim))
     tensors, facts = {"scale": scale.float(), "mean": keys.mean.float()}, {"max_rank": max_rank}
     spread = scale[:, :, None] * keys.covariance() * scale[:, None]
-    for metric, covariance in (("query", spread), ("key", keys.second)):
-        values, vectors = eigen(covariance)
+    for metric, second in (("query", spread), ("key", keys.second)):
+        values, vectors = eigen(second)
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
             tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
@@ -283,9 +283,10 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
+            kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+            facts[f"energy of 25%, {name}"] = kept.mean().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
-    kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
-    return tensors, facts | {"energy of 25%": kept.mean().item()}
+    return tensors, facts
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
