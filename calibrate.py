@@ -248,7 +248,7 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
-    the covariance of S k, where S is the rms of the queries in each pair that RoPE rotates ("query": ours)."""
+    the covariance of S k, where S is the queries' rms in each pair that RoPE rotates ("query": ours)."""
     c, keys = model.config, moments()["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
