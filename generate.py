@@ -46,7 +46,8 @@ from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gat
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COUNT = re.compile("[0-9]{1,9}")  # as a prompt: so many random tokens
+COUNT = re.compile("[0-9]{1,4000}")  # as a prompt: so many random tokens
+LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
 
 
 class Progress:
@@ -655,9 +656,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's text without a byte-order mark and with \\n for each line end, as stdin's."""
-    if path.exists() and not path.is_file():  # some have no end
-        raise UserError(f"{path}: no regular file; copy what is needed into one")
-    return path.read_text(encoding="utf-8-sig", errors=errors)
+    if path.exists() and not (path.is_file() and path.stat().st_size <= LONGEST_TEXT):  # some have no end
+        most = human(LONGEST_TEXT)
+        raise UserError(f"{path}: no regular file of at most {most}; copy what is needed into one")
+    try:
+        return path.read_text(encoding="utf-8-sig", errors=errors)
+    except UnicodeError as error:
+        raise UserError(f"{path}: not UTF-8 text; convert it first ({error})") from None
 
 
 def first_reads(read: Callable[[], str]) -> str:
@@ -680,11 +685,12 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
             prompts.append([rng.randrange(3, config.vocab_size) for _ in range(count)])
             continue
         if text == "-":
-            text = first_reads(sys.stdin.read)
+            text = first_reads(partial(sys.stdin.read, LONGEST_PROMPT + 1))  # it may have no end
         elif text.startswith("@"):
             text = read_text(Path(text[1:]))
-        if not text:
-            raise UserError("the prompt is empty; give some text, @FILE, - or a number of tokens")
+        if not 0 < len(text) <= LONGEST_PROMPT:
+            fault = "is longer than any model reads" if text else "is empty"
+            raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
         chat = [{"role": "user", "content": text}]
         prompts.append(encode_chat(tokenizer, chat, args.system) if args.chat else tokenizer.encode(text))
     rows = args.batch_size or len(prompts)

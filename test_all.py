@@ -445,8 +445,9 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])  # control groups 2 and 1
 def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, tmp_path):
     files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n", f"sys/fs/cgroup/{name}": "max\n"}
-    for limit, free in (("max", 2048), ("9999", 2048), ("100", 100)):
+    for limit, free in (("max", 2048), ("9999", 2048), ("130", 100)):
         files[f"sys/fs/cgroup/{name}"] = f"{limit}\n"
+        files[f"{Path(f'sys/fs/cgroup/{name}').parent}/memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
         for file, text in files.items():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(text)
@@ -3448,7 +3449,8 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def run(steps: int = 9) -> bool:
@@ -3456,13 +3458,15 @@ def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path):
 
     def interrupt(*_):
         if next(steps) == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
+    before = signal.getsignal(number)
     with register_optimizer_step_pre_hook(interrupt):
         assert not run()
-    assert run(2)  # more than asked is done
+    assert signal.getsignal(number) == before
+    assert run(3)  # more than asked is done
     optimizer = calibrate.make_optimizer(model, 1e-3)
-    assert calibrate.load_state(path, model, optimizer) == 3
+    assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
     (tmp_path / "other").write_text("no state")
     with pytest.raises(UserError, match="not what training this model has left"):
         calibrate.load_state(tmp_path / "other", model, optimizer)
@@ -3777,10 +3781,10 @@ def put_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
     save_file({n: t for n, t in tensors.items() if t is not None}, folder / WEIGHTS)
 
 
-def move_weights(folder: Path, shard: str) -> None:
-    """They go out of the folder; its index names a shard."""
+def move_weights(folder: Path, **shards: str) -> None:
+    """They go out of the folder; its index names shards."""
     shutil.move(folder / WEIGHTS, folder.parent / "outside.safetensors")
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {NORM: shard}}))
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
 def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
@@ -3815,12 +3819,13 @@ DAMAGE = [
     ("cannot share", {"num_key_value_heads": 3}),
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
-    ("model.norm.weight is not finite", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
+    ("not finite in torch.float32; download it", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
     ("'fp8' is not supported", {"quantization_config": {"quant_method": "fp8"}}),
     (f"tensor {UP} is missing, config.json asks for [64, 48]", lambda f: put_weight(f, UP, None)),
-    ("outside.safetensors is missing", lambda f: move_weights(f, "../outside.safetensors")),
+    ("outside.safetensors is missing", lambda f: move_weights(f, norm="../outside.safetensors")),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
     ("saved as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
+    ("saved as safetensors", lambda f: move_weights(f)),
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
@@ -3886,6 +3891,8 @@ BAD_COMMANDS = {
     "generate --prompt 0": "no tokens",
     "generate --prompt @nowhere.txt": "No such file",
     "generate --prompt @/dev/zero": "no regular file",
+    "generate --prompt @sparse.txt": "no regular file of at most 4 GB",
+    "generate --prompt @latin.txt": "latin.txt: not UTF-8",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
     "generate --prompt 5 --temperature nan": "--temperature: nan: give a number in [0, inf)",
     "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
@@ -3949,6 +3956,9 @@ def desk(checkpoint, tmp_path_factory):
     """The folder in which bad commands run."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "few.txt").write_text("too short")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "sparse.txt").touch()
+    os.truncate(folder / "sparse.txt", 1 << 33)
     (folder / "again").mkdir()
     shutil.copy(NANO / "tokenizer.model", folder / "again")
     for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
@@ -4271,6 +4281,8 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path):
+    (killed := tmp_path / "a.killed.partial").mkdir()
+    os.utime(killed, (0, 0))
     with calibrate.replacing(tmp_path, "a") as first:
         (first / "a").write_text("first")
         with calibrate.replacing(tmp_path, "a") as second:
@@ -4283,9 +4295,9 @@ def test_the_index_names_the_files(folder):
     tensors, before = load_file(folder / WEIGHTS), load_model(folder, CPU, torch.float32).state_dict()
     (folder / WEIGHTS).unlink()
     index = dict(zip(tensors, itertools.cycle("ab"), strict=False))
-    for file in "ab":
-        save_file({name: t for name, t in tensors.items() if index[name] == file}, folder / file)
-    save_file({"old": torch.ones(2)}, folder / "c.safetensors")  # which it does not name
+    for file in "ab":  # what it does not name there is old
+        part = {name: t if index[name] == file else t + 1 for name, t in tensors.items()}
+        save_file(part | {"old": torch.ones(2)}, folder / file)
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
     after = load_model(folder, CPU, torch.float32).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
