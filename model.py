@@ -660,6 +660,7 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": T
 NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
     "Prepend": {"prepend": ""},
     "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
 }
 
 

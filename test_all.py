@@ -1960,6 +1960,7 @@ SPACED = [  # what puts a space before a text, and the same without it
         for x in ("first", "always")
     ),
     (in_turn({"type": "Prepend", "prepend": "▁"}, ESCAPE), ESCAPE),
+    (BYTE_LEVEL | {"add_prefix_space": True}, BYTE_LEVEL),
 ]
 VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}  # lacks some of the bytes
 UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], *([c, -9.0] for c in "▁<>|/sendabht12.")]
@@ -1981,7 +1982,7 @@ def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(parts, tmp
     assert tokenizer.encode("a.<|end|>")[-7:] == letters and encode_named(tokenizer, "<|end|>") == [i]
 
 
-@pytest.mark.parametrize("steps", SPACED, ids=["first", "always", "prepend"])
+@pytest.mark.parametrize("steps", SPACED, ids=["first", "always", "prepend", "bytes"])
 def test_text_that_goes_on_gets_no_space(steps, tmp_path):
     base, _ = model_file.sentencepiece_json((NANO / "tokenizer.model").read_bytes(), {})
     base |= {"normalizer": None, "added_tokens": special_tokens("<|end|>", first=4096)}
