@@ -82,59 +82,6 @@ def check(**tensors: tuple) -> None:
             need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
-def check_store(
-    name: str, x: Tensor, dtype: torch.dtype, *sizes: int, scales: Tensor | None = None,
-    scales_are: tuple = (torch.float32,)
-) -> tuple[int, ...]:  # fmt: skip
-    """How many rows of a store lie between two batch entries, two KV heads and two tokens.
-
-    The store is a view x [B, Hkv, S, width]. Each row lies whole, at a multiple of its width. Each row has
-    scales, whose dtype and sizes are scales_are; they lie as the rows do."""
-    shape(name, x, dtype, *sizes)
-    width, strides = sizes[3], x.stride()
-    whole = (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3])
-    need(whole, f"{name} must be whole rows")
-    steps = tuple(s // width for s in strides[:3])
-    if scales is not None:
-        shape(f"scale of {name}", scales, scales_are[0], *sizes[:3], *scales_are[1:])
-        alike = scales.stride()[:3] == tuple(step * math.prod(scales_are[1:]) for step in steps)
-        need(alike, f"the scales of {name} must lie as their rows do")
-    return steps
-
-
-def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
-    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
-    return 4 if dtype == torch.float32 else latent.element_size()
-
-
-def extra(name: str) -> ModuleType | None:
-    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise
-        return None
-
-
-@functools.lru_cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, on GPUs of compute capability 9."""
-    return extra("hopper") if nvidia_generation(device) == 9 else None
-
-
-def nvidia_generation(device: torch.device) -> int:
-    """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
-
-
-def roomy(device: torch.device) -> bool:
-    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
-    cuda = device.type == "cuda"
-    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -146,7 +93,10 @@ def power2(n: int, least: int = 1) -> int:
 _padded = constexpr_function(power2)  # in kernels
 
 
-# ------------------------------------------------------------------------------------ launches that overlap
+def nvidia_generation(device: torch.device) -> int:
+    """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
 
 
 def overlapped(device: torch.device) -> dict:
@@ -154,8 +104,7 @@ def overlapped(device: torch.device) -> dict:
     dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between two kernels.
 
     Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
-    `_let_next_begin`. Each group of specialised warps that reads or writes calls it. A kernel leaves
-    `_let_next_begin` out where the next one's programs would pile up (hopper.py, keys in int8)."""
+    `_let_next_begin`. It leaves that out where the next kernel's programs would pile up."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -180,13 +129,27 @@ def _let_next_begin():
 
 
 # ------------------------------------------------------------------------------------------ codes of a token
-# Two formats of codes (ours), each with one scale a row. A row spread like normal numbers is (2 code - top)
-# scale, top = 2**bits - 1. A mixed row has int8 codes of its leading numbers and 4-bit codes of the others,
-# which mean (8 code - 60) scale.
+# Two formats of codes (ours), each with one scale a vector. Numbers of a vector spread like normal ones are
+# (2 code - top) scale, top = 2**bits - 1. A mixed vector has int8 codes of its leading numbers, and of its
+# trailing ones 4-bit codes whose levels -60, -52, .., 60 lie in the range of the int8 codes.
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
 LEVELS_APART = {2: 0.9957, 4: 0.3352}
+
+
+def four_bit_code(level):
+    """The code of a level, not yet rounded. With four_bit_level all that says what a trailing code means."""
+    return (level + 60) / 8
+
+
+def four_bit_level(code_times_8):
+    """The level of a code, from 8 times the code: in a byte's upper half that is one shift."""
+    return code_times_8 - 60
+
+
+_four_bit_code = jit(four_bit_code)
+_four_bit_level = jit(four_bit_level)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -207,7 +170,7 @@ def as_fp16(x: Tensor) -> Tensor:
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
+    """Codes of vectors spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
     [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
@@ -217,24 +180,32 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed codes of rows x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32, and
-    uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the largest that either part needs."""
+    """Mixed codes of vectors x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32,
+    and uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the larger that the parts need."""
     leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
     step = torch.where(scale == 0, 1, scale)[..., None]
-    codes = ((trailing / step + 60) / 8).round().clamp(0, 15)
+    codes = four_bit_code(trailing / step).round().clamp(0, 15)
     return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
 
 
 def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
     """The inverse, [..., D] fp32."""
-    return torch.cat((leading, unpack(trailing, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
+    levels = four_bit_level(unpack(trailing, 4).to(torch.int8) * 8)
+    return torch.cat((leading, levels), -1) * scale[..., None]
+
+
+@jit
+def _nearest(x):
+    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
+    bits are 0x4B400000, the fp32 numbers are the integers."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
 def _append_kernel(
-    latent_p,  # [B, LEAD + 2 REST], a row `latent_step` numbers after the one before
+    latent_p,  # [B, LEAD + 2 REST], each row of the batch `latent_step` numbers after the one before
     v_p,  # [B, Hkv, D], likewise
     latent_step,
     v_step,
@@ -267,8 +238,9 @@ def _append_kernel(
         scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
         step = tl.where(scale == 0, 1.0, scale)
         lead = _nearest(lead / step).to(tl.int8)
-        rest = tl.sum(_nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0)) << (half * 4), 0)
+        rest = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
         tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
+        rest = tl.sum(rest << (half * 4), 0)
         tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + row, scale)
     else:
@@ -289,39 +261,35 @@ def _append_kernel(
 @operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
 def launch_append(
     latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
-    scale: Tensor, apart: float, rest_apart: float
+    scale: Tensor
 ) -> None:  # fmt: skip
-    """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
-
-    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8,
-    latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2] uint8, v to codes [B, S, Hkv, D * bits / 8]
-    uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
-    codes, lie apart, in standard deviations."""
+    """latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any step apart, at pos [B] int32. The
+    latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2]
+    uint8, v to codes [B, S, Hkv, D * bits / 8] uint8 and scale [B, S, Hkv] fp16."""
     (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
     u8, f32 = torch.uint8, torch.float32
     for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
         shape(name, x, v.dtype, B, *sizes)
-        need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
-    need(BYTES in (D // 4, D // 2), f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
+        need(x[0].is_contiguous(), f"a row of {name} must be contiguous")
+    bits = BYTES * 8 // D
+    need(bits in (2, 4) and BYTES * 8 == bits * D, f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
     check(
         pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
         latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
     )  # fmt: skip
     _append_kernel[Hkv + 1, B](
-        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S, apart,
-        rest_apart, D, LEAD, REST, BYTES * 8 // D, num_warps=4, **overlapped(v.device),
+        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S,
+        LEVELS_APART[bits], LEVELS_APART[4], D, LEAD, REST, bits, num_warps=4, **overlapped(v.device),
     )  # fmt: skip
 
 
 def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
     """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it. The
     kernel writes one new token a row to stores of mixed and of spread codes."""
-    one_each = isinstance(where[1], Tensor)
-    if kernel and one_each and (latents.kind, values.kind) == ("mixed", "spread"):
+    if kernel and isinstance(where[1], Tensor) and (latents.kind, values.kind) == ("mixed", "spread"):
         codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
-        apart = LEVELS_APART[values.bits], LEVELS_APART[4]
-        launch_append(latent, v, where[1].int(), *latents.parts(), *codes, *apart)
+        launch_append(latent, v, where[1].int(), *latents.parts(), *codes)
     else:
         latents.write(where, latent[:, None])
         values.write(where, v)
@@ -484,13 +452,6 @@ def scores_reference(
     if rule == "softmax":
         return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
     return logits if rule == "each" else group_scores(logits, live)
-
-
-@jit
-def _nearest(x):
-    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
-    bits are 0x4B400000, the fp32 numbers are the integers."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
@@ -691,6 +652,31 @@ def _reduce_scores_kernel(
             score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
             score *= 0.6931471805599453  # ln 2
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
+
+
+def check_store(
+    name: str, x: Tensor, dtype: torch.dtype, *sizes: int, scales: Tensor | None = None,
+    scales_are: tuple = (torch.float32,)
+) -> tuple[int, ...]:  # fmt: skip
+    """How many vectors of a store lie between two rows of the batch, two KV heads and two tokens.
+
+    The store is a view x [B, Hkv, S, width]. Each vector lies whole, at a multiple of its width. Its
+    scales, if any, have the dtype and sizes scales_are, and lie as the vectors do."""
+    shape(name, x, dtype, *sizes)
+    width, strides = sizes[3], x.stride()
+    whole = (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3])
+    need(whole, f"{name} must be whole vectors")
+    steps = tuple(s // width for s in strides[:3])
+    if scales is not None:
+        shape(f"scale of {name}", scales, scales_are[0], *sizes[:3], *scales_are[1:])
+        alike = scales.stride()[:3] == tuple(step * math.prod(scales_are[1:]) for step in steps)
+        need(alike, f"the scales of {name} must lie as their vectors do")
+    return steps
+
+
+def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
+    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
+    return 4 if dtype == torch.float32 else latent.element_size()
 
 
 @operator(
@@ -1281,6 +1267,12 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
 
 
+def roomy(device: torch.device) -> bool:
+    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
+    cuda = device.type == "cuda"
+    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+
+
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
     """How many ranks of latents a product takes. It takes all if the basis fits in shared memory, where it
     then stays. Else it takes a line of memory, 128 bytes, and each tile loads the basis again."""
@@ -1330,8 +1322,10 @@ def _add_rest(k, rest_p, row, byte, live, basis, SHAPE: tl.constexpr):
     inside = live[:, None] & (byte < SHAPE.REST)[None, :]
     packed = tl.load(rest_p + row[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
     low_basis, high_basis = basis
-    k = tl.dot(((packed & 15) << 3).to(tl.int8) - 60, low_basis, k, out_dtype=tl.int32)
-    return tl.dot(((packed & 240) >> 1).to(tl.int8) - 60, high_basis, k, out_dtype=tl.int32)
+    low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
+    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
+    k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
+    return tl.dot(high, high_basis, k, out_dtype=tl.int32)
 
 
 @jit
@@ -1771,6 +1765,22 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
             *parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device)
         )
     return out
+
+
+def extra(name: str) -> ModuleType | None:
+    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
+    try:
+        return importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", f"extras.{name}"):
+            raise
+        return None
+
+
+@functools.lru_cache
+def hopper(device: torch.device) -> ModuleType | None:
+    """extras/hopper.py, on GPUs of compute capability 9."""
+    return extra("hopper") if nvidia_generation(device) == 9 else None
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:

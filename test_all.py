@@ -2344,15 +2344,14 @@ def appended(B, Hkv, D, lead, width, S, bits, dtype):
     shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
     shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
     stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
-    levels = kernels.LEVELS_APART[bits], kernels.LEVELS_APART[4]
-    return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores, *levels
+    return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores
 
 
 @pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, APPENDED))
 @poisoned
 def test_kernel_append(dtype, sizes):
     """Codes and scales of the token at pos; all others stay as they are."""
-    latent, v, pos, *stores, _, _ = given = appended(*sizes, dtype)
+    latent, v, pos, *stores = given = appended(*sizes, dtype)
     codes = *kernels.quantize_mixed(latent, sizes[3]), *kernels.quantize_spread(v, sizes[-1])
     each, truth = torch.arange(len(v), device=DEVICE), [x.clone() for x in stores]
     for store, x in zip((*(t[:, 0] for t in truth[:3]), *truth[3:]), codes, strict=True):
@@ -2942,7 +2941,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
         codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
-        kernels.launch_append(zeros(B, 512), zeros(B, 32, D), pos, *codes, 1.0, 1.0)
+        kernels.launch_append(zeros(B, 512), zeros(B, 32, D), pos, *codes)
         kernels.launch_block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
         latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.launch_scores(zeros(B, 39, 1, 32, 128), *latents)
@@ -3192,7 +3191,7 @@ def good_arguments(name: str) -> dict:
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
-    names = "latent v pos lead latent_scale rest codes scale apart rest_apart".split()
+    names = "latent v pos lead latent_scale rest codes scale".split()
     return {
         "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
         "block_queries": placed,
@@ -3226,7 +3225,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
-    ("plain", {"keys": other(0, turned)}, "keys must be whole rows"),
+    ("plain", {"keys": other(0, turned)}, "keys must be whole vectors"),
     ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
     ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
@@ -3260,7 +3259,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
-    ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole rows"),
+    ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole vectors"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
