@@ -910,7 +910,7 @@ def _survivors_kernel(
 def _select_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    wanted_p,  # [B] int32: how many tokens a batch entry takes; None: y
+    wanted_p,  # [B] int32: how many tokens a row of the batch takes; None: y
     key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
     index_p,  # [B, N]
     cut_p,  # [B, CHUNKS]
@@ -924,7 +924,6 @@ def _select_kernel(
     CHUNKS: tl.constexpr,
     XP: tl.constexpr,  # x, padded
     YP: tl.constexpr,  # y, padded
-    WHOLE: tl.constexpr,  # a row is more than one tile, and has no survivors
 ):
     """Stores the sinks 0 .. x - 1, and the y tokens of x .. pos - z with the best scores; -1 if there are
     fewer."""
@@ -936,22 +935,20 @@ def _select_kernel(
     scores_p += b * S
     out_p += b * (x + y)
     i = _tile_of(N, C)
-    done = not WHOLE
-    total = 0
-    if not WHOLE:
-        if key_p is None:
-            index = i
-            keys = _load_keys(scores_p, i, S, x, last)
-        else:
-            cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
-            keys = tl.load(key_p + b * N + i)
-            index = tl.load(index_p + b * N + i)
-        lo, hi, total = _threshold(keys, None, want, want)
-        if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
-            done = tl.max(cut, 0) <= hi
-        spare = tl.where(lo < hi, want - total, 0)
-        _store_kept(out_p + x, keys, index, lo, hi, spare)
-        total += spare
+    done = True
+    if key_p is None:
+        index = i
+        keys = _load_keys(scores_p, i, S, x, last)
+    else:
+        cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
+        keys = tl.load(key_p + b * N + i)
+        index = tl.load(index_p + b * N + i)
+    lo, hi, total = _threshold(keys, None, want, want)
+    if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
+        done = tl.max(cut, 0) <= hi
+    spare = tl.where(lo < hi, want - total, 0)
+    _store_kept(out_p + x, keys, index, lo, hi, spare)
+    total += spare
     if not done:  # the same over all tokens, tile by tile
         lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
         spare, total = tl.where(lo < hi, want - total, 0), last * 0
@@ -977,14 +974,13 @@ def launch_select(
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
+    need(not select_passes(S, y), f"{y} of {S} tokens are more than chunks can keep: use topk")
     i32, f32, device = torch.int32, torch.float32, scores.device
     check(pos=(pos, i32, B), scores=(scores, f32, B, S), wanted=(wanted, i32, B))
     empty = functools.partial(torch.empty, dtype=i32, device=device)
     out = empty(B, x + y)
-    plan, chunks, survivors = select_chunks(S, y), 1, (None, None, None)
-    whole = plan is None and select_passes(S, y)
-    width = 8192 if whole else power2(S, 128)
-    if plan:
+    chunks, width, survivors = 1, power2(S, 128), (None, None, None)
+    if plan := select_chunks(S, y):
         chunks, N, least, CAP = plan
         width = chunks * CAP
         survivors = (*empty(2, B, width), empty(B, chunks))
@@ -994,7 +990,7 @@ def launch_select(
         )
     C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
+        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y),
         num_warps=warps, **overlapped(device),
     )  # fmt: skip
     return out
@@ -1014,7 +1010,7 @@ def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
 
 
 def select_passes(S: int, y: int) -> bool:
-    """Whether `select` must pass over such a row many times, as no chunks fit. topk is then faster."""
+    """Whether the kernel would have to pass over such a row many times, as no chunks fit: topk is faster."""
     return S > 8192 and select_chunks(S, y) is None
 
 
