@@ -3142,7 +3142,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("kivi", {"residual": 32}, 4, "channels"),
     ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
-    ("elitekv", {}, 2, "rows"),
+    ("elitekv", {}, 2, "mla"),
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
     ("topk", {"keep": 32, "kv_bits": 4}, 2, "channels scores select"),
@@ -3187,7 +3187,7 @@ def good_arguments(name: str) -> dict:
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     codes = torch.zeros(9, 8, dtype=torch.int8, device=DEVICE)
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
-    scores = {"queries": randn(1, 1, 4, 8), "rows": randn(1, 1, 10, 8), "row_scale": None, "rule": "each"}
+    scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None, "rule": "each"}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
     names = "latent v pos lead latent_scale rest codes scale".split()
     return {
@@ -3227,7 +3227,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
     ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
-    ("plain", {"values": other(1, lambda x: x.contiguous())}, "scales of values must lie as"),
+    ("plain", {"values": other(1, lambda x: x.contiguous())}, "scale of values must lie as"),
     ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
     ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
     ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
@@ -3242,7 +3242,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
-    ("append", {"latent": lambda x: x.mT.contiguous().mT}, "entry of latent must be contiguous"),
+    ("append", {"latent": lambda x: x.mT.contiguous().mT}, "row of latent must be contiguous"),
     ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
     ("append", {"scale": lambda x: x.float()}, "scale must be torch.float16"),
     ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
@@ -3253,11 +3253,11 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
-    ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit rows"),
+    ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit vectors"),
     ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
-    ("scores", {"row_scale": lambda _: randn(1, 1, 10)}, "rows must be torch.int8"),
-    ("scores", {"queries": lambda q: q[..., :3], "rows": lambda x: x[..., :3]}, "rows must be whole vectors"),
+    ("scores", {"vector_scale": lambda _: randn(1, 1, 10)}, "vectors must be torch.int8"),
+    ("scores", {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]}, "vectors must be whole vectors"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),

@@ -227,7 +227,7 @@ def _streamed_logits_kernel(
     basis,  # [Hkv * D, r], in blocks [D, KB]
     basis_scale_p,  # [Hkv, D] fp32, or None
     bias_p,  # [Hkv, D] fp32, or None
-    rope_p,  # [>= S, D / 2] words of rope_words
+    rope_p,  # [>= S, D / 2] words of rope_pairs
     logits_p,  # [B, Hkv, G, n] fp32
     B, n, S, Hkv, G: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
     RESTS: gl.constexpr, SLOTS: gl.constexpr,
