@@ -1248,10 +1248,10 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (latent, scale, rest, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
     (S, r), DP, f32 = latent.shape[2:], power2(D, 16), torch.float32
     dtype, width = q.dtype if scale is None else torch.int8, 0 if rest is None else rest.shape[3]
-    stored = {"latents": (latent, dtype, r), "scale of latents": (scale, f32)}
-    steps = check_store(B, Hkv, S, **stored, trailing=(rest, torch.uint8, width))
     together = len({x is None for x in (scale, rest, basis_scale)}) == 1
     need(together, "codes of latents have scales, dims in 4 bits, and a basis with scales")
+    stored = {"latents": (latent, dtype, r), "scale of latents": (scale, f32)}
+    steps = check_store(B, Hkv, S, **stored, trailing=(rest, torch.uint8, width))
     need(len(rope) >= S, f"rope has {len(rope)} positions, the cache {S}")
     given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, r + 2 * width)}
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
