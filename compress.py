@@ -167,14 +167,17 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
 
 
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """Their scales [...] as (minimum, scale) of one group a row, [..., 1, 2], as `dequantize` takes them."""
+    """quantize_spread's scales [...] as (minimum, scale) of one group a vector, [..., 1, 2] for `dequantize`."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
 
+# ---- products with codes as they are: a CPU would take longer to decode them first
+
+
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
-    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D]:
-    a product for each run of channels that one group and one plane of the codes hold."""
+    """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] -> [B, H, G, D]: a
+    product for each run of channels that one group and one plane of the codes hold."""
     low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
     width, n, parts = codes.shape[-1], low_scale.shape[-2], []
     group = width * 8 // bits // n  # channels
@@ -189,6 +192,22 @@ def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> T
         else:
             parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
     return torch.cat(parts, -1)
+
+
+def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
+    """q [B, H, G, D] times keys in codes per channel [B, H, S, D * bits / 8], in groups of 32 tokens ->
+    [B, H, G, S] fp32: q . (low + scale code) = q . low + (q scale) . code, a plane at a time."""
+    low, scale = low_scale.float().unbind(-1)  # [B, H, n, D]
+    weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
+    groups = codes.unflatten(2, (-1, 32)).mT  # [B, H, n, D * bits / 8, 32]
+    planes = ((groups >> i) & (2**bits - 1) for i in range(0, 8, bits))
+    parts = (x.contiguous() for x in weights.chunk(8 // bits, -1))
+    coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
+    coded = coded.transpose(2, 3).flatten(3)  # of [B, H, n, G, 32]
+    # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor loops
+    # over whole groups, and the tokens of the last one get no value.
+    group = torch.arange(codes.shape[2], device=q.device) // 32
+    return coded + (q.float() @ low.mT)[..., group]
 
 
 # -------------------------------------------------------------------------------------------------- stores
@@ -252,7 +271,7 @@ class TokenStore(nn.Module):
         return self.decode(*(part[row, :, :n] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All tokens as kernels.scores takes them: rows, and of codes their scales."""
+        """All tokens as kernels.scores takes them: vectors, and of codes their scales."""
         return self.vectors, None
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
@@ -305,7 +324,7 @@ def ring_positions(pos: Tensor, z: int) -> Tensor:
 
 
 class Int8Store(TokenStore):
-    """Int8 codes with one scale for a head's row (`quantize_int8`)."""
+    """Int8 codes with one scale a vector (`quantize_int8`)."""
 
     kind, bits = "int8", 8
 
@@ -327,7 +346,7 @@ class Int8Store(TokenStore):
 
 
 class CodedStore(TokenStore):
-    """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
+    """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow vector (`quantize`)."""
 
     group = 32  # channels that share them
 
@@ -357,10 +376,10 @@ class CodedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
+    """Codes of 2 or 4 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
 
     kind = "spread"
-    group = math.inf  # all of a row
+    group = math.inf  # all of a vector
 
     def layout(self) -> dict[str, tuple]:
         return super().layout() | {"scale": ((), torch.float16)}
@@ -667,18 +686,8 @@ class ChannelKeys(RingStore):
         return self.ring.overlay(row, keys[:, :n].transpose(0, 1))
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
-        low, scale = self.low_scale.float().unbind(-1)  # [B, Hkv, n, width]
-        weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, Hkv, n, G, width]
-        codes = self.codes.unflatten(2, (-1, 32)).mT  # [B, Hkv, n, width * bits / 8, 32]
-        planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
-        parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
-        coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
         places = self.context.positions
-        coded = coded.transpose(2, 3).flatten(3)[..., : len(places)]  # of [B, Hkv, n, G, 32]
-        # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
-        # loops over whole groups, and the tokens of the last one get no value.
-        coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
+        coded = channel_logits(q, self.codes, self.low_scale, self.bits)[..., : len(places)]
         recent = q @ self.ring.vectors.mT  # [B, Hkv, G, R]
         return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
 
@@ -940,7 +949,7 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
 
 
 class MixedStore(Int8Store):
-    """Int8 codes of the r* leading numbers of a row, 4-bit codes of the others, and one scale (SALS)."""
+    """Int8 codes of the r* leading numbers of a vector, 4-bit codes of the trailing ones, and one scale."""
 
     kind = "mixed"
 
@@ -1070,16 +1079,8 @@ class SalsCache(Cache):
             index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
             self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
-        return kernels.attend(
-            rotated,
-            self.keys,
-            self.values,
-            pos,
-            index,
-            window=self.window,
-            scale=self.scale,
-            kernel=self.kernel,
-        )
+        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
+        return kernels.attend(rotated, self.keys, self.values, pos, index, **how)
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
@@ -1280,8 +1281,8 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
 
 
 class EliteCache(Cache):
-    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
-    absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
+    """One vector a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
+    Decode absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
 
     def __init__(self, context: Context, settings: EliteSettings, attention: EliteAttention, *_):
         super().__init__(context)
@@ -1633,6 +1634,9 @@ class LrqkCache(Cache):
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
         c, self.settings = context.config, settings
+        if settings.kv_device == "cuda" and context.device.type == "cpu":
+            fault = "--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU"
+            raise UserError(f"{fault}: give cpu")
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
         _, self.chosen, self.z = settings.budget(context.capacity)
@@ -1748,12 +1752,6 @@ class LrqkCache(Cache):
         numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
         tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
         return (numbers * size + tables * 4) * c.n_kv_heads
-
-
-def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
-    if settings.kv_device == "cuda" and context.device.type == "cpu":
-        raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
-    return LrqkCache(context, settings)
 
 
 # ----------------------------------------------------------------------------------------------- exact top-k
@@ -2093,28 +2091,16 @@ class Method:
 
 SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "bits": 4, "form": "paper", "score": "sum"}
 SALS_PAPER |= {"sinks": 16, "critical": 432}
+SALS = "calibrate:fit_sals", sals_tensors
+ELITE = "calibrate:fit_elitekv", elite_tensors
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
-    "sals": Method(
-        SalsSettings,
-        sals_caches,
-        "calibrate:fit_sals",
-        sals_tensors,
-        fold=fold_sals,
-        local=sals_local,
-        paper=SALS_PAPER,
-    ),
+    "sals": Method(SalsSettings, sals_caches, *SALS, fold=fold_sals, local=sals_local, paper=SALS_PAPER),
     "elitekv": Method(
-        EliteSettings,
-        each_layer(EliteCache),
-        "calibrate:fit_elitekv",
-        elite_tensors,
-        random_elitekv,
-        fold_elitekv,
-        elite_local,
+        EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
     ),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
-    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(LrqkCache), paper={"mode": "paper"}),
     "fdc": Method(
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),
