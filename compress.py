@@ -167,7 +167,7 @@ def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, d
 
 
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """quantize_spread's scales [...] as (minimum, scale) of one group a vector, [..., 1, 2] for `dequantize`."""
+    """quantize_spread's scales [...] as (minimum, scale) of one group [..., 1, 2], as `dequantize` has it."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
@@ -1634,9 +1634,6 @@ class LrqkCache(Cache):
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
         c, self.settings = context.config, settings
-        if settings.kv_device == "cuda" and context.device.type == "cpu":
-            fault = "--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU"
-            raise UserError(f"{fault}: give cpu")
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
         _, self.chosen, self.z = settings.budget(context.capacity)
@@ -1752,6 +1749,12 @@ class LrqkCache(Cache):
         numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
         tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
         return (numbers * size + tables * 4) * c.n_kv_heads
+
+
+def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
+    if settings.kv_device == "cuda" and context.device.type == "cpu":
+        raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
+    return LrqkCache(context, settings)
 
 
 # ----------------------------------------------------------------------------------------------- exact top-k
@@ -2100,7 +2103,7 @@ METHODS = {
         EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
     ),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
-    "lrqk": Method(LrqkSettings, each_layer(LrqkCache), paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
     "fdc": Method(
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),

@@ -3187,14 +3187,14 @@ def good_arguments(name: str) -> dict:
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     codes = torch.zeros(9, 8, dtype=torch.int8, device=DEVICE)
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
-    scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None, "rule": "each"}
+    scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
     names = "latent v pos lead latent_scale rest codes scale".split()
     return {
         "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
         "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
-        "scores": scores | {"pos": pos, "scale": 1.0},
+        "scores": scores | {"pos": pos, "scale": 1.0, "rule": "each"},
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos, "kernel": True},
         "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
@@ -3257,7 +3257,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"vector_scale": lambda _: randn(1, 1, 10)}, "vectors must be torch.int8"),
-    ("scores", {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]}, "vectors must be whole vectors"),
+    ("scores", {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]}, "must be whole vectors"),
     ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
     ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
