@@ -110,6 +110,7 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+    """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: as they are)."""
     layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
     layer.bias = bias if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)

@@ -1880,16 +1880,9 @@ def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> 
 
 
 def attend(
-    q: Tensor,
-    keys,
-    values,
-    pos: Tensor,
-    index: Tensor | None = None,
-    window=(),
-    *,
-    scale: float,
-    kernel: bool,
-) -> Tensor:
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, window=(), *, scale: float,
+    kernel: bool
+) -> Tensor:  # fmt: skip
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
 
     keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_stores calls.
@@ -1986,9 +1979,8 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
     has a table, else a head is attended at a time."""
     if vectors.table is not None:
         stored = vectors.packed, vectors.table, vectors.ranks
-        return launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale).flatten(1)[
-            :, vectors.v_columns
-        ]
+        out = launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale)
+        return out.flatten(1)[:, vectors.v_columns]
     views = vectors.views()
     live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
     heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
