@@ -217,7 +217,7 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
 #     write(where, x)    where = (row, tokens): an int and a slice for x [n, H, width] of one row, or two
 #                        tensors [B] for one token each, x [B, H, width]
 #     read(pos, index)   the numbers of tokens index [B, 1 or H, n], or of all -> [B, H, n, width]
-#     past(row, n)     what is kept of a row's first n tokens, as `read` gives it -> [<= n, H, width]
+#     past(row, n)       what is kept of a row's first n tokens, as `read` gives it -> [<= n, H, width]
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
@@ -885,6 +885,12 @@ def trailing_gain(values: Tensor, lead: int, r: int) -> Tensor:
     return (8 / LEVELS_APART[4] * unit / trailing.clamp(min=1e-12)).clamp(1e-2, 1e2)
 
 
+def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
+    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE pair."""
+    codes, scale = model_file.quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
+    return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
+
+
 def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
     """Layer i's `down` (keys to latents) and `up` (latents to keys, queries to latents) [Hkv*D, r], and the
     mean key [Hkv*D], which latents lack. Paper: U_r twice, and None. Ours: S U_r and S^-1 U_r of keys S (k -
@@ -967,12 +973,6 @@ class MixedStore(Int8Store):
 
     def decode(self, vectors: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
         return dequantize_mixed(vectors, scale, trailing).to(self.context.dtype)
-
-
-def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE pair."""
-    codes, scale = model_file.quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
-    return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
 class RebuiltKeys(nn.Module):
@@ -1525,6 +1525,9 @@ def lrqk_step_ours(
     return weights @ values[near], near, (a_k, keys, values)
 
 
+# ---- what these use
+
+
 def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
     """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
@@ -1568,9 +1571,6 @@ def add_ridge(m: Tensor, fraction: float) -> Tensor:
     """m [..., n, n] plus this fraction of its mean diagonal on the diagonal (and a trifle, should m be 0)."""
     ridge = fraction * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
     return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-
-
-# ---- what we changed
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
