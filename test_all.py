@@ -8,6 +8,7 @@ of the reference.
 import argparse
 import ast
 import base64
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -64,7 +65,7 @@ ROOT = Path(__file__).parent
 NANO = ROOT / "checkpoints" / "nano"
 REAL = ROOT.parent / "shared" / "real"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-CPU = torch.device("cpu")
+CPU, DEVICE = torch.device("cpu"), "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def over(arguments: str, cases: Callable) -> Callable:
@@ -175,6 +176,14 @@ EVERYTHING = [  # settings under which a method is dense attention: the rank is 
     ("fdc", {"rate": 0.0}),
     *((method, {}) for method in ("topk", "kivi")),
 ]
+
+
+# Of these methods, and of others that test_extras.py adds.
+WIDE = {"fdc"}  # whose ranks are multiples of 16: they differ in wide heads only
+CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
+BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
+OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
+EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
 class ExactStore(compress.TokenStore):
@@ -405,14 +414,16 @@ def test_linear_and_yarn_scaling_extend_the_positions():
 
 @pytest.mark.parametrize("rows", [3, 40])  # which read codes as they are, and which do not
 def test_an_int8_linear_has_the_nearest_codes_and_their_products(rows):
-    linear = model_file.Linear(48, 300).requires_grad_(False)
+    linear = model_file.Linear(48, 300).requires_grad_(False).to(DEVICE)
     linear.weight[7] = 0
-    before, x = linear.weight.clone(), torch.randn(2, rows, 48)
+    before, x = linear.weight.clone(), torch.randn(2, rows, 48).to(DEVICE)
     linear.quantize()
     after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
     assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
     assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
-    assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
+    with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
+        assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
+    assert launch.called == (DEVICE == "cuda")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
@@ -459,8 +470,8 @@ def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, t
 
 
 def width_for(method: str) -> int:
-    """A head dim at which the method's ranks differ: FDC's and Palu's are multiples of 16."""
-    return 48 if method in ("fdc", "palu") else 16
+    """A head dim at which the method's ranks differ."""
+    return 48 if method in WIDE else 16
 
 
 def options_for(c: model_file.ModelConfig, options: dict) -> dict:
@@ -487,9 +498,8 @@ def test_full_rank_and_budget_is_dense(method, options, group):
     changes |= dict.fromkeys(biases, group == 4)
     model = tiny_model(**changes)
     engine = make_engine(model, method, 4, 80, **options_for(model.config, options))
-    bound = 1e-4 if method in ("shadowkv", "elitekv", "fdc", "palu") else 1e-5
     got = logits_through(engine, prompts, more, {1: 1, 4: 2, 8: 3}[group])
-    assert error(got, dense_logits(prompts, more, **changes)) < bound
+    assert error(got, dense_logits(prompts, more, **changes)) < BOUNDS.get(method, 1e-5)
 
 
 @over("method, options", lambda tests: tests.EVERYTHING)
@@ -504,10 +514,11 @@ def test_half_precision_is_near_dense(method, options):
 
 @over("method, options", lambda tests: tests.CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
-    """Alone in a cache that has held a longer prompt before, of which nothing may be left."""
+    """Alone in a cache that has held a longer prompt before, of which nothing may be left. Eight steps take
+    rows beyond a window of 8 and a block of 32."""
     # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
     # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
-    prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 15)))
+    prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8)))
     together, alone = (make_engine(tiny_model().double(), method, n, 110, **options) for n in (3, 1))
     got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
@@ -553,11 +564,11 @@ def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
     return codes, scale, rest, every * scale[..., None]
 
 
-# ---- the papers' algorithms: in the paper's settings a cache does what its NAME_step does
+# ---- the papers' algorithms: a cache does what the *_step does after which its test is named
 
 
 def by_head(cache, q, k, v, n: int, start, step):
-    """Steps of one entry, a KV head at a time: start(h) gives what head h has stored of the first n tokens,
+    """Steps of one row, a KV head at a time: start(h) gives what head h has stored of the first n tokens,
     step(i, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored then."""
     stored = [start(h) for h in range(cache.config.n_kv_heads)]
     for i in range(n, len(q)):
@@ -566,7 +577,7 @@ def by_head(cache, q, k, v, n: int, start, step):
         yield torch.cat(outputs).flatten(), chosen
 
 
-def pure_sals(cache, entry, n, q, k, v):
+def pure_sals(cache, row, n, q, k, v):
     """Of both forms: the paper's step, and ours."""
     rotated, up, bits = cache.rope(k, slice(0, len(k))), cache.keys.basis.flatten(0, 1), cache.settings.bits
     if ours := cache.settings.form == "ours":
@@ -586,9 +597,23 @@ def pure_sals(cache, entry, n, q, k, v):
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
 
 
-def pure_lrqk(cache, entry, n, q, k, v):
+def pure_lrqk(cache, row, n, q, k, v):
+    """Of both modes: the paper's step, and ours."""
     rotated = q, k = [cache.rope(x, slice(0, len(x))).double() for x in (q, k)]
-    grouped, old = q.unflatten(1, (k.shape[1], -1)), max(0, n - cache.z)
+    grouped, old, how = q.unflatten(1, (k.shape[1], -1)), max(0, n - cache.z), (cache.chosen, cache.z)
+    if cache.settings.mode == "optimal":
+        moments = (compress.lrqk_moments(x[:n])[0] for x in (grouped, k[:, :, None]))
+        pairs = list(zip(*compress.lrqk_optimum(*moments, cache.rank), strict=True))  # W_Q, W_K of each head
+
+        def start_ours(h):
+            return (k[:n, h] @ pairs[h][1], k[:n, h], v[:n, h].double()), pairs[h]
+
+        def step_ours(i, q, k, v, state):
+            stored, pair = state
+            out, chosen, stored = compress.lrqk_step_ours(q, k, v.double(), stored, *pair, *how)
+            return out, chosen, (stored, pair)
+
+        return by_head(cache, *rotated, v, n, start_ours, step_ours)
 
     def start(h):  # Algorithm 1; the last query selects
         own = grouped[:n, h].flatten(0, 1), k[:n, h]
@@ -601,13 +626,13 @@ def pure_lrqk(cache, entry, n, q, k, v):
         return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(old, n)))
 
     def step(i, q, k, v, state):
-        out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, cache.chosen, cache.z)
+        out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, *how)
         return out, chosen, (*state, chosen)
 
     return by_head(cache, *rotated, v, n, start, step)
 
 
-def pure_loki(cache, entry, n, q, k, v):
+def pure_loki(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     basis, reduced = cache.basis[..., : cache.width], cache.settings.reduced
     bases = iter(basis.repeat(len(q) - n, 1, 1))
@@ -620,7 +645,7 @@ def pure_loki(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ basis[h], v[:n, h]), step)
 
 
-def pure_kivi(cache, entry, n, q, k, v):
+def pure_kivi(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
     def step(i, q, k, v, stored):
@@ -630,7 +655,7 @@ def pure_kivi(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
 
-def pure_fdc(cache, entry, n, q, k, v, latent):
+def pure_fdc(cache, row, n, q, k, v, latent):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     bases = [basis[:, :rank] for basis, rank in zip(cache.basis, cache.k_ranks, strict=True)]
     values, each = latent.split(cache.v_ranks, -1), itertools.cycle(bases)
@@ -645,7 +670,7 @@ def pure_fdc(cache, entry, n, q, k, v, latent):
     return by_head(cache, q, k, list(zip(*values, strict=True)), n, start, step)
 
 
-def pure_elitekv(cache, entry, n, q, k, latent):
+def pure_elitekv(cache, row, n, q, k, latent):
     places = slice(0, len(q))
     q, k = (cache.attention.rotate(x, cache.context.cos[places], cache.context.sin[places]) for x in (q, k))
     up, stored = cache.attention.up.weight.unflatten(0, (cache.config.n_kv_heads, -1)), (k[:n], latent[:n])
@@ -655,58 +680,57 @@ def pure_elitekv(cache, entry, n, q, k, latent):
         yield out.flatten(), None
 
 
-PURE = {  # method -> options beside the paper's, its steps, what a token has beside q if that is not k and v
-    "sals": (FEW := {"sinks": 3, "critical": 12, "recent": 6}, pure_sals, None),
-    "sals, ours": (FEW | {"score_rank": 0.25}, pure_sals, None),
-    "sals, ours, biased": (FEW | {"score_rank": 0.25}, pure_sals, None),
-    "lrqk": ({"rank": 4, "k": 12, "recent": 6}, pure_lrqk, None),
-    "loki": ({"k": 0.4, "d": 0.5}, pure_loki, None),
-    "loki, reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
-    "kivi": ({"bits": 4, "residual": 32}, pure_kivi, None),
-    "kivi, 2 bits": ({"bits": 2, "residual": 64}, pure_kivi, None),
-    "fdc": ({"rate": 0.4}, pure_fdc, lambda c, G: [(8 // G, 48), (0, 48), (sum(c.v_ranks),)]),
-    "elitekv": ({"r": 3, "d_ckv": 20}, pure_elitekv, lambda c, G: [(8 // G, 6), (20,)]),
+FEW, CLOSE = {"sinks": 3, "critical": 12, "recent": 6}, {"rank": 4, "k": 12, "recent": 6}
+# The step, and the case -> options, the steps of a row, what a token has beside q if that is not k and v.
+# Options are over the paper's, or where the step is ours over the defaults.
+STEPS = {
+    "sals_step": (FEW, pure_sals, None),
+    "sals_step_ours": (FEW | {"score_rank": 0.25}, pure_sals, None),
+    "sals_step_ours biased": (FEW | {"score_rank": 0.25}, pure_sals, None),
+    "lrqk_step": (CLOSE, pure_lrqk, None),
+    "lrqk_step_ours": (CLOSE | {"slots": 1.5}, pure_lrqk, None),
+    "loki_step": ({"k": 0.4, "d": 0.5}, pure_loki, None),
+    "loki_step reduced": ({"d": 0.5, "reduced": True}, pure_loki, None),
+    "kivi_step": ({"bits": 4, "residual": 32}, pure_kivi, None),
+    "kivi_step 2 bits": ({"bits": 2, "residual": 64}, pure_kivi, None),
+    "fdc_step": ({"rate": 0.4}, pure_fdc, lambda c, G: [(8 // G, 48), (0, 48), (sum(c.v_ranks),)]),
+    "elitekv_step": ({"r": 3, "d_ckv": 20}, pure_elitekv, lambda c, G: [(8 // G, 6), (20,)]),
 }
 
 
 @pytest.mark.parametrize("group", [1, 2, 8])
-@over("case", lambda tests: tests.PURE.items())
-def test_a_cache_is_the_papers_algorithm(case, group):
-    """Over 40 steps of ragged entries, across the budget's edge: equal outputs, equal sets."""
-    (name, (options, pure, parts)), prompts = case, (8, 17, 30)
-    method, *ours = name.split(", ")
-    options, dim = ({} if ours else method_named(method).paper) | options, width_for(method)
-    model = tiny_model(group=group, head_dim=dim, qkv_bias=method == "palu" or "biased" in ours)
-    cache = row_cache(method, model, 3, 70, **options)
+@over("name", lambda tests: tests.STEPS)
+def test_a_cache_does_as(name, group, request):
+    """Over 40 steps of ragged rows, across the budget's edge: equal outputs, equal sets."""
+    (options, pure, parts), prompts = request.module.STEPS[name], (8, 30)
+    method = name.split("_step")[0]
+    dim, options = width_for(method), ({} if "ours" in name else method_named(method).paper) | options
+    model = tiny_model(group=group, head_dim=dim, qkv_bias="biased" in name)
+    cache = row_cache(method, model, 2, 70, **options)
     torch.manual_seed(0)
     shapes = [(8, dim), *(parts(cache, group) if parts else [(8 // group, dim)] * 2)]
-    entries = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
-    for entry, (n, tokens) in enumerate(zip(prompts, entries, strict=True)):
-        cache.extend(entry, slice(0, n), *(x[:n] for x in tokens))
-    ragged, seen = list(enumerate(zip(prompts, entries, strict=True))), []
-    truth = [list(itertools.islice(pure(cache, entry, n, *tokens), 40)) for entry, (n, tokens) in ragged]
+    streams = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
+    ragged = list(enumerate(zip(prompts, streams, strict=True)))
+    for row, (n, tokens) in ragged:
+        cache.extend(row, slice(0, n), *(x[:n] for x in tokens))
+    truth, seen = [list(itertools.islice(pure(cache, row, n, *x), 40)) for row, (n, x) in ragged], []
     cache.watch = lambda *said: seen.append(attended(cache, *said).unflatten(1, (8 // group, group)))
     for i in range(40):
         pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
         new = zip(*([x[n + i] for x in tokens] for _, (n, tokens) in ragged), strict=True)
         out = cache.decode(pos, *map(torch.stack, new))
-        for entry, steps in enumerate(truth):
+        for row, steps in enumerate(truth):
             want, chosen = steps[i]
-            assert error(out[entry].flatten(), want) < 1e-5, (i, entry)
+            assert error(out[row].flatten(), want) < 1e-5, (i, row)
             for h, tokens in enumerate(chosen or ()):
                 if tokens is not None:  # one set [n], or each query head's [G, n]
-                    got = seen[-1][entry, h]
+                    got = seen[-1][row, h]
                     sets = torch.zeros_like(got).scatter(1, tokens.expand(group, -1), True)
-                    assert torch.equal(got, sets), (i, entry, h)
-
-
-def coded_cases(tests) -> list:
-    """Those in which a prompt attends what is stored."""
-    return [case for case in tests.CASES if case[0] in ("elitekv", "fdc", "palu")]
+                    assert torch.equal(got, sets), (i, row, h)
 
 
 @pytest.mark.parametrize("group", [1, 2, 8])
-@over("method, options", coded_cases)
+@over("method, options", lambda tests: [case for case in tests.CASES if case[0] in CODED])
 def test_prefill_then_decode_equals_decode_all_the_way(method, options, group):
     """So EliteKV's absorbed decode is its naive attention."""
     changes, ids = {"head_dim": width_for(method), "qkv_bias": True, "group": group}, tuple(random_ids(70))
@@ -724,10 +748,8 @@ SPLITS = [case for case in CASES if case[0] != "lrqk"]  # whose prompt alone dec
 def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
     options, ids, last, whole = options | skip_none(method), random_ids(48), torch.tensor([47]), {}
-    # What a prompt alone decides, or where a cache counts what has happened since.
-    of_the_prompt = "basis latent outlier outliers.vectors held since head left".split()
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
-    ends = (48, 48), (1, 1), (3, 40), (7, 7), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
+    ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
         engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
         engine.prefill([ids[:first]])
@@ -743,10 +765,10 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
         for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
-            assert same or name in of_the_prompt, (first, second, name)
+            assert same or name in OF_THE_PROMPT, (first, second, name)
 
 
-@over("method, options", lambda tests: [case for case in tests.CASES if case not in coded_cases(tests)])
+@over("method, options", lambda tests: [case for case in tests.CASES if case[0] not in CODED])
 def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     """Exactly, for every query: past() in any order, then the new tokens up to its own. What past() gives is
     what each store reads; tokens that a cache keeps exactly are exact there."""
@@ -756,17 +778,10 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
         if hasattr(store, "past") and store not in (cache, *(getattr(cache, "window", ()))):
             got, read = store.past(0, 40), store.read(pos)[0].transpose(0, 1)
             assert error(got, read[: len(got)]) < 1e-6, store
-    places = torch.arange(40)[:, None]
-    exact = {"sals": (places < 4) | (places >= 32)}  # its window
-    if method == "shadowkv":
-        outliers = places[..., None] // cache.chunk == cache.outlier[0]  # [n, Hkv, .]
-        exact[method] = (places >= 31) | outliers.any(-1)
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
-    assert torch.equal(near, exact.get(method, near).expand_as(near))
+    exact = EXACT.get(method, lambda *_: near)(cache, torch.arange(40)[:, None])
+    assert torch.equal(near, exact.expand_as(near))
     out = cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
-    if method in ("h2o", "keyformer"):  # slots still know whose keys they hold
-        kept = k_all.gather(0, cache.position[0].T.long()[..., None].expand(-1, -1, 16))
-        assert error(cache.keys.past(0, 57), kept) < 1e-6 and kept.shape[0] == 24
     k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
@@ -775,7 +790,8 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
 
 def test_a_window_writes_each_of_its_slots_once():
     context = Context(tiny_model(), 1, 60)
-    for x, z, start, stop in itertools.product((0, 1, 4), (1, 8), (0, 2, 4, 7, 30), (31, 33, 60)):
+    spans = itertools.combinations((0, 2, 4, 7, 30, 31, 33, 60), 2)
+    for x, z, (start, stop) in itertools.product((0, 1, 4), (1, 8), spans):
         window = compress.Window(context, 1, 16, x, z)
         kept = window.kept(slice(start, stop))
         assert kept.tolist() == [p for p in range(start, stop) if p < x or p >= stop - z]
@@ -785,6 +801,7 @@ def test_a_window_writes_each_of_its_slots_once():
 KEEP_15 = {"k": 10, "recent": 5}
 # Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its edge,
 # and the rule by which it takes exactly the best: a group's largest weight (of old tokens), or each head's.
+# Some leave it free "early", before the edge, too.
 SELECTORS = [
     ("topk", {"keep": 0.31, "sinks": 2, "recent": 4}, 24, 2, 4, 0, "largest"),  # of 80: rounded down
     ("loki", {"k": 12, "d": 0.25}, 12, 0, 0, 0, ""),
@@ -803,7 +820,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
     method, options, budget, sinks, recent, free, best = selector
     settings = {name: value for name, value in options.items() if name != "exact_values"}
     assert budget == sum(compress.settings_from(method, settings).budget(80))
-    places, bound = torch.arange(80), {"shadowkv": 1e-4, "sals_cann": 0.05}.get(method, 1e-5)
+    places, bound = torch.arange(80), BOUNDS.get(method, 1e-5)
     cache, qkv = scene(method, n_prompt, 75, 80, group=group, **options)
     dense = reads(DenseCache(cache.context), n_prompt, *qkv)
     for n in range(n_prompt, 75):
@@ -811,13 +828,13 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
         rotated = dense.rope(qkv[0][n], n)
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors))
         assert error(out, attend_reference(rotated[None], keys, values, chosen[None])) < bound, n
-        least = budget - free if n >= budget or method == "shadowkv" else budget
+        least = budget - free if n >= budget or best == "early" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
         counts = chosen.sum(-1)
         assert (counts <= min(n + 1, budget)).all() and not chosen[:, n + 1 :].any()
         assert (counts >= min(n + 1, least)).all()
         assert chosen[:, : min(sinks, n + 1)].all() and chosen[:, max(0, n + 1 - recent) : n + 1].all()
-        if best and n_prompt > 1:  # LRQK has its full rank from the prompt
+        if best not in ("", "early") and n_prompt > 1:  # LRQK has its full rank from the prompt
             ranked = places <= (n - recent if best == "largest old" else n)
             logits = torch.einsum("hd,hsd->hs", rotated, keys[0]).div(4).masked_fill(~ranked, -torch.inf)
             scores = logits.log_softmax(-1).unflatten(0, (-1, group))
@@ -1055,28 +1072,24 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(scor
     for row in range(2):
         cache.latents.write((row, slice(0, 40)), cache.latent(k[row])[:, None])
     keys = cache.latents.read(pos)[:, 0, :, : cache.r_score] @ cache.up.T  # as scoring sees them
-    keys, mean = (
-        keys.unflatten(-1, (4, 16)),
-        torch.zeros(4, 16) if form == "paper" else cache.mean.view(4, 16),
-    )
+    keys, places = keys.unflatten(-1, (4, 16)), torch.arange(40)
+    mean = torch.zeros(4, 16) if form == "paper" else cache.mean.view(4, 16)
 
-    def mean_logits(row, q, key, j, span):
-        """[Hq] of a key over the places of the `span` tokens around j."""
-        places = torch.arange(first := j // span * span, min(first + span, 40))
-        rotated = cache.rope(key.expand(len(places), 4, 16), places).repeat_interleave(2, 1)
-        return torch.einsum("hd,shd->sh", cache.rope(q, pos)[row], rotated).mean(0)
-
-    def logits_of(row, j, q):
-        if score == "sum":
-            return (q[row].view(4, 2, 16) * keys[row, j][:, None]).sum(-1).flatten()
-        return mean_logits(row, q, keys[row, j], j, block) + mean_logits(row, q, mean, j, run)
+    def mean_logits(q, key, span):
+        """[2, 40, Hq] of a key in each place, over the places of the `span` tokens around it."""
+        near = (places // span == places[:, None] // span).float()
+        turned = cache.rope(key[:, :, None].expand(2, 40, 40, 4, 16), slice(0, 40)).repeat_interleave(2, 3)
+        return torch.einsum("bhd,bjphd,jp->bjh", cache.rope(q, pos), turned, near / near.sum(1, keepdim=True))
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
+        if score == "sum":
+            logits = (x.view(2, 1, 4, 2, 16) * keys[:, :, :, None]).sum(-1).flatten(2)
+        else:
+            logits = mean_logits(x, keys, block) + mean_logits(x, mean.expand_as(keys), run)
         scores = cache.score(pos, x, cache.rope(x, pos))
         for row, n in enumerate((pos + 1).tolist()):
-            logits = torch.stack([logits_of(row, j, x) for j in range(n)], 1)
-            truth = logits / 4 if score == "sum" else (logits / 4).softmax(-1)
-            assert error(scores[row, :n], truth.sum(0)) < 1e-5
+            truth = logits[row, :n] / 4 if score == "sum" else (logits[row, :n] / 4).softmax(0)
+            assert error(scores[row, :n], truth.sum(1)) < 1e-5
     assert scores[1, 25:].eq(-torch.inf).all()
 
 
@@ -1210,13 +1223,14 @@ def test_ropelite_takes_the_best_pair_in_each_round():
     assert sorted(order.tolist()) == list(range(8))
 
     def logits(*pairs):  # causal ones, if only these pairs turn
-        tables = elite_tables(torch.tensor([pairs]), 24, tiny_config())
+        tables = elite_tables(torch.tensor([pairs], dtype=torch.long), 24, tiny_config())
         turned = (apply_rope(x[:, :, None], *tables) for x in (q, k))
         return torch.einsum("nihgd,njhod->nhgij", *turned).tril() / 4
 
     def lost(*pairs):
         return (logits(*pairs) - logits(*range(8)))[..., rows, :].abs().mean()
 
+    assert error(deltas.sum(0), (logits(*range(8)) - logits())[:, 0, :, rows]) < 1e-5
     for n in range(8):
         *best, taken = order[: n + 1].tolist()
         found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
@@ -1233,18 +1247,14 @@ def test_elite_orders_are_those_of_each_head_alone():
     tables = rope_tables(model.config, 40, CPU)
     order = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
     assert torch.equal(order, found["elite"][2, 1])
-    norms = calibrate.contribution(q[:, :, 4:], k[:, :, 1])
+    norms = math.prod(pair_energy(x).sqrt().flatten(0, -2).mean(0) for x in (q[:, :, 4:], k[:, :, 1]))
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
-def test_uniform_order_and_contribution_of_pairs():
+def test_uniform_order_of_pairs():
     spread = [0, 5, 11, 17, 22, 28, 34, 40, 45, 51, 57, 63]
     order = compress.uniform_order(64, 12).tolist()
     assert order[:12] == spread and sorted(order) == list(range(64))
-    q, k = torch.randn(2, 30, 4, 16), torch.randn(2, 30, 1, 16)
-    got = calibrate.contribution(q, k[:, :, 0])
-    truth = math.prod(pair_energy(x)[..., 3].sqrt().mean() for x in (q, k))
-    assert got.shape == (8,) and abs(got[3] / truth - 1) < 1e-5
 
 
 def test_joint_factors_are_optimal_and_beat_separate_ones():
@@ -1417,13 +1427,6 @@ def test_methods_refuse_what_does_not_fit(case):
     with pytest.raises(UserError, match=message) as caught:
         make_engine(tiny_model(**dict(*changes)).to(DEVICE), method, 1, 80, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_head_dims_that_kernels_or_codes_cannot_take_may_do_without():
-    assert Context(tiny_model(head_dim=8).to(DEVICE), 1, 20).kernel is False
-    make_engine(tiny_model(head_dim=48), "loki", 1, 64)
-    engine = make_engine(tiny_model(head_dim=80), "sals", 1, 64, skip="")
-    assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
@@ -1613,7 +1616,8 @@ def fdc_fit():
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model."""
+    """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model. The values'
+    is the SVD of the weights."""
     model, _, tensors, _ = fdc_fit
     places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
     rope = [t[places] for t in rope_tables(model.config, 512, CPU)]
@@ -1628,37 +1632,29 @@ def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
             kept, *others = ((x @ each[:, :p]).square().sum() / x.square().sum() for each in bases)
             assert abs(kept / (energy[:p].sum() / energy.sum()) - 1) < 0.02
             assert kept > max(others)
-
-
-def test_fdc_values_are_the_svd_of_the_weights(fdc_fit):
-    model, _, tensors, _ = fdc_fit
     weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96]
     values = tensors["v.values"][1, 1].square() / 48
     assert_best_basis(weight.T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
-def test_fdc_ranks_obey_equation_1(rate):
+def test_fdc_ranks_obey_equation_1_and_rates_are_where_they_change():
     values = torch.rand(2, 3, 80, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
-    values[0, 0, 20:] = 0  # a head that is of rank 20
-    ranks = compress.fdc_ranks(values, rate)
-    for theta, rank in zip(values.flatten(0, 1).double(), ranks.flatten().tolist(), strict=True):
-        j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
-        assert j == 0 or theta[j:].sum() > rate * theta.sum()
-        assert rank == min(80, math.ceil((j + 1) / 16) * 16)
-    assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
-    equal = compress.fdc_ranks(values, rate, adaptive=False)
-    assert (equal == equal[0, 0]).all() and 0 <= ranks.double().mean() - equal[0, 0] < 1
-
-
-def test_fdc_rates_are_where_ranks_change():
-    values = torch.rand(2, 3, 64, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
     rates = calibrate.fdc_rates(values)
-    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 3
+    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 4
     totals = [int(compress.fdc_ranks(values, rate).sum()) for rate in rates]
     assert all(a - b == 16 for a, b in itertools.pairwise(totals))
     between = [int(compress.fdc_ranks(values, (a + b) / 2).sum()) for a, b in itertools.pairwise(rates)]
     assert between == totals[:-1]
+    values[0, 0, 20:] = 0  # a head that is of rank 20
+    for rate in (0.0, 0.01, 0.1, 0.3, 0.6, 0.99):
+        ranks = compress.fdc_ranks(values, rate)
+        for theta, rank in zip(values.flatten(0, 1).double(), ranks.flatten().tolist(), strict=True):
+            j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
+            assert j == 0 or theta[j:].sum() > rate * theta.sum()
+            assert rank == min(80, math.ceil((j + 1) / 16) * 16)
+        assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
+        equal = compress.fdc_ranks(values, rate, adaptive=False)
+        assert (equal == equal[0, 0]).all() and 0 <= ranks.double().mean() - equal[0, 0] < 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
@@ -1694,7 +1690,13 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
 
 
 def test_greedy_top_k_and_top_p():
+    """Greedy takes the first of the largest."""
     torch.manual_seed(0)
+    for vocabulary in (1, 5, 63, 64, 65, 1000, 4096):
+        logits = randn(7, vocabulary)
+        least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
+        for each in (logits, logits.round(), least, broken):
+            assert torch.equal(Sampling()(each), each.argmax(-1))
     logits = torch.tensor([[0.1, 3.0, 2.0, -1.0, 2.9]]).repeat(4000, 1)
     for options, expected in (({"top_k": 2}, {1, 4}), ({"top_p": 0.5}, {1, 4}), ({"top_p": 0.3}, {1})):
         assert set(Sampling(1.0, **options)(logits).tolist()) == expected
@@ -1704,14 +1706,6 @@ def test_greedy_top_k_and_top_p():
     for temperature in (0.5, 1.0, 2.0):
         drawn = torch.bincount(Sampling(temperature)(logits), minlength=5) / 4000
         assert (drawn - (logits[0] / temperature).softmax(-1)).abs().max() < 0.03
-
-
-@pytest.mark.parametrize("vocabulary", [1, 5, 63, 64, 65, 1000, 4096])
-def test_greedy_takes_the_first_of_the_largest(vocabulary):
-    logits = randn(7, vocabulary)
-    least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
-    for each in (logits, logits.round(), least, broken):
-        assert torch.equal(Sampling()(each), each.argmax(-1))
 
 
 def test_rows_stop_one_by_one():
@@ -1942,7 +1936,7 @@ def test_qwen_against_transformers():
     tokenizer, oracle = with_auto(folder_of(QWEN))
     texts = [*TEXTS, "e\u0301 u\u0308 \u1100\u1161", "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>"]
     texts += ["<tool_call>{}</tool_call> <|im_end|>", Path(json.__file__).read_text(encoding="utf-8")]
-    texts += [path.read_text(encoding="utf-8")[:100_000] for path in sorted((REAL / "text").rglob("*.txt"))]
+    texts += [path.read_text(encoding="utf-8")[:20_000] for path in sorted((REAL / "text").rglob("*.txt"))]
     for text in texts:
         expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == expected  # and no BOS
@@ -2050,7 +2044,7 @@ def test_a_sentencepiece_model_without_bos_or_first_space_and_one_of_another_kin
 
 def test_long_and_broken_text(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
-    assert len(tokenizer.encode(" " * 1_200_000, bos=False)) == 600_000
+    assert len(tokenizer.encode(" " * 400_000, bos=False)) == 200_000
     for each in (tokenizer, load_tokenizer(NANO)):
         assert each.decode(each.encode("a\udc80b")) == "a\ufffdb"
 
@@ -2160,9 +2154,6 @@ def test_added_tokens_above_sentencepiece(tmp_path):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([15043, bad])
     hello = real(LLAMA2).encode("Hello", bos=False)
-    tokenizer.chat_template = TEMPLATES["Phi-3"]
-    chat = generate.encode_chat(tokenizer, [{"role": "user", "content": "Hello"}])
-    assert chat == [32002, *hello, 32003, 32001]  # these tokens swallow the line breaks after them
     later = tokenizer.encode_continuation("Hello")
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32000})
     assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *hello, 32000, *later]
@@ -2201,7 +2192,8 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
         added[i]["rstrip"] = True  # as Phi-3's
-    added[4103]["lstrip"] = True  # as Phi-4's
+    for i in (4101, 4103):
+        added[i]["lstrip"] = True  # as Phi-4's
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
     if kind == "bytes":
@@ -2286,7 +2278,6 @@ def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
 # In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]
 NAN = float("nan")
@@ -2390,7 +2381,7 @@ def poison(x, dead):
     return x
 
 
-def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run=0):
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
@@ -2424,35 +2415,28 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run=0):
 
 
 RULES = ["each", "largest", "softmax"]
-SCORES_SIZES = [  # B, S, H, N, r, r_score, block
-    (1, 70, 1, 4, 32, 16, 0),
-    (3, 300, 2, 1, 48, 20, 48),
-    (2, 90, 3, 6, 64, 64, 0),
-    (2, 300, 1, 3, 40, 33, 48),
-    (3, 97, 1, 32, 530, 520, 0),
-    (3, 97, 1, 32, 530, 520, 512),
-    (1, 129, 1, 8, 9, 5, 48),
+SCORES_SIZES = [  # B, S, H, N, r, r_score, block; how often the mean key is rotated; blocks a program has
+    (1, 70, 1, 4, 32, 16, 0, 0, 0),
+    (3, 130, 2, 1, 48, 20, 48, 0, 0),
+    (2, 90, 3, 6, 64, 64, 0, 0, 0),
+    (2, 200, 1, 3, 40, 33, 48, 0, 0),
+    (3, 97, 1, 32, 530, 520, 0, 0, 0),
+    (3, 97, 1, 32, 530, 520, 512, 0, 0),
+    (1, 129, 1, 8, 9, 5, 48, 0, 0),
+    *((2, 130, 2, 3, 40, 32, block, run, 0) for block in (0, 48) for run in (1, 16)),
+    *((2, 220, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),  # 24: a block for each
 ]
 
 
 @pytest.mark.parametrize("dtype, rule, int8, sizes", pairwise(DTYPES, RULES, [False, True], SCORES_SIZES))
 @poisoned
-def test_kernel_scores(dtype, rule, int8, sizes):
-    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8."""
+def test_kernel_scores(dtype, rule, int8, sizes, monkeypatch):
+    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8, with an
+    offset for runs of tokens, of one tile a program and of several."""
+    *sizes, tiles = sizes
+    if tiles:
+        monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, tiles))
     check_scores(dtype, rule, int8, *sizes)
-
-
-@pytest.mark.parametrize("rule, int8, block, run", pairwise(RULES, [False, True], [0, 48], [1, 16]))
-@poisoned
-def test_kernel_scores_with_an_offset_for_runs_of_tokens(rule, int8, block, run):
-    check_scores(DTYPES[-1], rule, int8, 2, 130, 2, 3, 40, 32, block, run=run)
-
-
-@pytest.mark.parametrize("rule, int8, block, n", pairwise(RULES, [False, True], [0, 48], [6, 24]))
-@poisoned
-def test_kernel_scores_of_several_tiles_a_program(monkeypatch, rule, int8, block, n):
-    monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, n))  # 24: a block for each
-    check_scores(torch.float16, rule, int8, 3, 300, 1, 4, 40, 32, block)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of rows")
@@ -2501,7 +2485,7 @@ CHUNKED = (5000, 4, 600, 16, (4999, 700))  # in several
 SELECTED = [
     *((kind, *row) for kind in SCORES for row in (*SHORT_ROWS, CHUNKED)),
     *((kind, 5000, 4, 4000, 16, (4999,)) for kind in ("normal", "extremes", "near ties")),
-    *((kind, 8193, 4, 256, 16, (8192, 5000, 7)) for kind in ("ties", "one chunk", "near ties")),
+    *((kind, 8193, 4, 256, 16, (8192, 7)) for kind in ("ties", "one chunk", "near ties")),
     *((kind, 10000, 4, 2000, 8, (9999,)) for kind in ("equal", "masked", "offset")),
     ("normal", 65536, 4, 16384, 64, (65535,)),  # the widest tile of survivors that a program takes
 ]
@@ -2566,7 +2550,7 @@ def check_select(kind, S, x, y, z, pos, shares=None):
     scores = SCORES[kind](randn(len(pos), S))
     scores[torch.arange(S, device=DEVICE) > pos[:, None]] = NAN
     wanted = shares and positions(*(int(share * y) for share in shares))
-    out, again = (kernels.launch_select(scores, pos, x, y, z, wanted) for _ in range(2))
+    out = kernels.launch_select(scores, pos, x, y, z, wanted)
     truth = kernels.select_reference(scores, pos, x, y, z, wanted)
     for b in range(len(pos)):
         got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
@@ -2574,7 +2558,8 @@ def check_select(kind, S, x, y, z, pos, shares=None):
         assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
         got, want = (scores[b, index].sort().values for index in (got, want))
         assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True)  # a sink's may be NaN
-    assert torch.equal(out, again)
+    if DEVICE == "cuda":  # the interpreter has no order of programs
+        assert torch.equal(out, kernels.launch_select(scores, pos, x, y, z, wanted))
 
 
 # ---- attend
@@ -2774,38 +2759,6 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-def check_plan(monkeypatch, ops, plan, place, form):
-    """A plan of a launch counts numbers of fp32 where the model is."""
-    seen, own = [], getattr(ops, plan)
-    monkeypatch.setattr(ops, plan, lambda *given: seen.append(given[place]) or own(*given))
-    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
-    assert seen == [4]
-
-
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-def test_kernel_plans_count_numbers_of_fp32_where_the_model_is(monkeypatch, form):
-    check_plan(monkeypatch, kernels, "ranks_at_once", 1, form)
-
-
-LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
-LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
-@poisoned
-def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
-    """A row whose pos lies beyond S attends all S."""
-    pos = positions(*pos)
-    later = torch.arange(S, device=DEVICE) > pos[:, None]
-    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
-    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
-    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
-    truth = (weights @ v.float()).flatten(1, 2)
-    logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
-    close(kernels.attend_logits(logits, poison(v, dead), pos, kernel=True), truth, dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "B, S, Hq, W, DV, pos, wide",
@@ -2860,7 +2813,7 @@ def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monke
         sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
         check_attend(torch.float16, "joint mixed latents", "row", *sizes)
     elif name == "scores":
-        check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48)
+        check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, 0)
     else:
         check_select("ties", 257, 4, 33, 8, (256, 17))
 
@@ -2900,7 +2853,7 @@ def run_for_hopper(*programs, capability=90):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90])
 def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
     """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed. Where
     launches overlap, kernels wait for the one before they touch memory."""
@@ -2970,19 +2923,6 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                     assert weights or touch not in before, (name, touch)
     """
     run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
-
-
-def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
-    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
-    program = """
-        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
-        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
-        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
-            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
-            code = compiled[-1][1].asm["ttgir"]
-            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
-    """
-    run_for_hopper(program)
 
 
 # ---- heads of unequal rank, rows of host memory
@@ -3067,66 +3007,6 @@ def test_kernels_reach_host_memory_through_its_address():
 # ---- operators: torch.compile, CUDA graphs, refusals
 
 
-def test_kernel_operators_do_what_torch_compile_is_told():
-    B, S, Hkv, D, check = 2, 32, 2, 32, torch.library.opcheck
-    for i, form in enumerate(FORMATS):
-        tokens, bits = ("all", "row")[i % 2], (16, 4)[i // 2 % 2]
-        case = torch.float32, form, tokens, B, S, 2, 2, 32, 32, bits, 4, (S - 1, 3)
-        check(kernels.launch_attend, attend_case(*case, written=True)[0])
-    pos, v = positions(S - 1, 3), randn(B, Hkv, S, D)
-    check(kernels.launch_append, appended(*APPENDED[0], torch.float32))
-    check(kernels.launch_block_queries, placed_queries(*PLACED[0], torch.float32))
-    for rule in RULES:
-        check(kernels.launch_scores, (randn(B, Hkv, 2, 16), v, None, pos, 0.1, rule))
-    check(kernels.launch_select, (randn(B, S), pos, 2, 5, 4))
-    index = torch.arange(3, device=DEVICE).expand(B, Hkv, 3).contiguous()
-    check(kernels.launch_fetch_rows, (v, index, index, index > 1, randn(B, Hkv, 4, D)))
-    table = kernels.rank_table([16] * 4, DEVICE)
-    check(kernels.launch_attend_ragged, (randn(B, 4, 16), randn(B * S * 64), table, [16] * 4, pos, 0.1))
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
-@pytest.mark.parametrize("form", JOINT_LATENTS)
-@poisoned
-def test_kernel_graph_follows_pos(form):
-    """One capture is right for every length: replayed at other positions it equals eager, bit for bit."""
-    B, S, Hkv, G, D, r, z, bf16 = 3, 3008, 4, 2, 64, 64, 16, torch.bfloat16  # the rings are full
-    cases = {
-        name: attend_case(bf16, name, "all", B, S, Hkv, G, D, D, 4, z, (S - 1,) * B, r=r, written=True)[0]
-        for name in (form, "plain", "channels")
-    }
-    q, _, keys, values, _, pos, _, window, scale = cases[form]
-    joint = [x if x is None else x[:, :1] for x in keys[:2]]
-    queries = randn(B, 1, 8, min(32, joint[0].shape[-1]), dtype=bf16)  # mixed latents have fewer wide dims
-    rows = randn(B, S, 96, dtype=bf16)
-    wide = randn(B, 4, 96, dtype=bf16)
-
-    def step():
-        rules = "each", "softmax"
-        scores = [kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0] for rule in rules]
-        chosen = [kernels.launch_select(x.contiguous(), pos, 4, 100, z) for x in scores]
-        made = [*scores, *chosen]
-        for index in (*chosen, None):
-            made.append(kernels.launch_attend(q, "latents", keys, values, 4, pos, index, window, scale))
-        for name in ("plain", "channels"):
-            _, kind, *stores, _, _, beside, _ = cases[name]  # keys, values and their bits
-            made.append(kernels.launch_attend(q, kind, *stores, pos, None, beside, scale))
-        made.append(kernels.attend_latent(wide, rows, pos, 64, scale=scale, kernel=True))
-        return made
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for new_pos in ((5, 119, 120), (121, 2999, 0), (2048, 15, 16)):
-        pos.copy_(positions(*new_pos))
-        graph.replay()
-        replayed = [x.clone() for x in captured]
-        for got, want in zip(replayed, step(), strict=True):
-            assert torch.equal(got, want)
-
-
 SALS_0 = SPARSE | {"skip": "0"}
 OPERATIONS = "append attend attend_ragged block_queries scores select".split()
 CHOSEN = "block_queries latents scores select"
@@ -3176,12 +3056,12 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
 
 
 def good_arguments(name: str) -> dict:
-    """Arguments of an operation, or of attend over a kind of keys, by name, at which nothing is wrong."""
-    if name in ("plain", "latents", "channels"):
+    """Arguments of an operation, or of attend over a format of keys, by name, at which nothing is wrong."""
+    if name in FORMATS:
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-        latents, z = name == "latents", 0 if name == "channels" else 4
-        form, tokens, G = ("joint latents", "row", 1) if latents else (name, "all", 2)
-        given, _ = attend_case(torch.float32, form, tokens, 1, 40, 2, G, 32, 32, 4, z, (39,))
+        tokens, G = ("row", 1) if "latents" in name else ("all", 2)
+        sizes = 1, 40, 2, G, 32, 32, 4, 0 if name == "channels" else 4, (39,)
+        given, _ = attend_case(torch.float32, name, tokens, *sizes, written=True)
         return dict(zip(names, given, strict=True))
     pos, q = positions(9), randn(1, 2, 16)
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
@@ -3219,12 +3099,11 @@ def turned(x):
     return x.mT.contiguous().mT
 
 
-REFUSED = [  # operation or kind of keys, arguments and their changes, the message
+REFUSED = [  # operation or format of keys, arguments and their changes, the message
     ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
     ("plain", {"q": turned}, "q .* must be contiguous"),
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
-    ("plain", {"keys": other(0, lambda k: k[..., :16])}, "keys must be"),
     ("plain", {"keys": other(0, turned)}, "keys must be whole vectors"),
     ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
     ("plain", {"bits": instead(16)}, "values must be torch.float32"),
@@ -3235,13 +3114,13 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
-    ("latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "codes of latents have"),
-    ("latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "codes of latents have"),
-    ("latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "codes of latents have"),
+    ("joint latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "codes of latents have"),
+    ("joint latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "codes of latents have"),
+    ("joint latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "codes of latents have"),
     ("plain", {"values": lambda values: values[:1]}, "need low_scale"),
-    ("latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
-    ("latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
-    ("latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
+    ("joint latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
+    ("joint latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
+    ("joint latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
     ("append", {"latent": lambda x: x.mT.contiguous().mT}, "row of latent must be contiguous"),
@@ -3250,9 +3129,7 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
     ("block_queries", {"mean": lambda x: x.half()}, "mean must be torch.float32"),
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
-    ("select", {"pos": lambda pos: pos.long()}, "int32"),
     ("select", {"y": instead(0)}, "at least 1"),
-    ("select", {"wanted": lambda _: positions(9).long()}, "wanted must be torch.int32"),
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
     ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit vectors"),
@@ -3268,20 +3145,28 @@ REFUSED = [  # operation or kind of keys, arguments and their changes, the messa
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("linear", {"codes": lambda codes: codes.float()}, "codes must be torch.int8"),
-    ("linear", {"scale": lambda scale: scale[1:]}, "scale must be"),
     ("linear", {"bias": lambda _: randn(3)}, "bias must be"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 
 
+def operation_of(name: str) -> Callable:
+    name = "attend" if name in FORMATS else name
+    return getattr(kernels, f"launch_{name}", None) or getattr(kernels, name)
+
+
 @pytest.mark.parametrize("name, changes, message", REFUSED)
 def test_operations_refuse_what_they_would_get_wrong(name, changes, message):
-    given = good_arguments(name)
-    operation = getattr(kernels, "launch_attend" if "kind" in given else f"launch_{name}", None)
-    operation = operation or getattr(kernels, name)
+    given, operation = good_arguments(name), operation_of(name)
     operation(**given)
     with pytest.raises(ValueError, match=message):
         operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
+
+
+def test_kernel_operators_do_what_torch_compile_is_told():
+    for name in dict.fromkeys((*FORMATS, *(name for name, *_ in REFUSED))):
+        if isinstance(operation := operation_of(name), torch.library.CustomOpDef):
+            torch.library.opcheck(operation, (), good_arguments(name))
 
 
 # ----------------------------------------------------------------------------------------------- golden texts
@@ -3329,6 +3214,10 @@ def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
         assert (ids, task) == eval_sample(nano_haystack, kind, seed, 900)
         places = [text.index(fact) for fact in dict.fromkeys(task.facts)]
         assert kind == "frequent" or places == sorted(places)  # facts lie in the order that the task gives
+        if kind == "frequent":
+            counts = collections.Counter(fact.split()[-1][:-1] for fact in task.facts)
+            words = [word for word, _ in counts.most_common(4)]
+            assert words[:3] == task.references and counts[words[2]] > counts[words[3]]
     if kind == "single":
         for depth in (0.0, 0.5, 0.99):
             ids, task = eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
@@ -3356,14 +3245,6 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
     assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS
 
 
-def test_frequent_words_are_the_most_frequent():
-    for seed in range(5):
-        task = calibrate.TASKS["frequent"](random.Random(seed), 2000, None)[0]
-        counts = {w: sum(w in f for f in task.facts) for w in {f.split()[-1][:-1] for f in task.facts}}
-        ordered = sorted(counts, key=lambda w: -counts[w])
-        assert ordered[:3] == task.references and counts[ordered[2]] > counts[ordered[3]]
-
-
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
     tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
     for _ in range(40):
@@ -3379,24 +3260,36 @@ def test_training_documents_have_length_weights_and_bos(nano_haystack):
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
-    stages = [Stage(4, 64, 12), Stage(2, 128, 6)]
+    """When its minutes had run out, and when a Ctrl-C came."""
+    stages, steps = [Stage(4, 64, 12), Stage(2, 128, 6)], itertools.count()
 
-    def trained(*minutes: float) -> tuple[Llama, dict]:
-        state = tmp_path / f"{len(minutes)}.safetensors"
-        for seed, limit in enumerate(minutes):
+    def interrupt(*_):
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    def trained(*limits: float) -> tuple[Llama, dict]:
+        state = tmp_path / f"{len(limits)}.safetensors"
+        for seed, limit in enumerate(limits):
             model = Llama(tiny_config(vocab_size=4096, tied=True))
             calibrate.initialise(model, seed)  # a later run takes the state's weights
             done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, limit)
-            assert done == (limit > 0)
+            assert done == (seed == len(limits) - 1)
         return model, load_file(state)
 
-    (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
+    model, whole = trained(math.inf)
+    with register_optimizer_step_pre_hook(interrupt):
+        _, resumed = trained(0.0, math.inf, math.inf)
     with torch.no_grad():
         batch = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
         assert calibrate.training_loss(model, *batch).item() < math.log(4096) - 0.1
-    assert whole["step"] == resumed["step"] == 18
+    assert whole["step"] == resumed["step"] == 18 and next(steps) > 3
     for name, tensor in whole.items():
         assert torch.allclose(tensor, resumed[name], atol=1e-6), name
+    path, model = tmp_path / "1.safetensors", Llama(tiny_config(vocab_size=4096, tied=True))
+    assert train(model, nano_haystack, stages[:1], 1e-3, 0, 0, path, math.inf)  # more than asked is done
+    (tmp_path / "other").write_text("no state")
+    with pytest.raises(UserError, match="not what training this model has left"):
+        calibrate.load_state(tmp_path / "other", model, calibrate.make_optimizer(model, 1e-3))
 
 
 def test_the_loss_in_chunks_is_that_of_whole_logits(monkeypatch):
@@ -3655,12 +3548,18 @@ def test_a_perplexity_beyond_all_numbers_is_infinite(cli, monkeypatch):
 
 
 def test_a_last_batch_that_is_not_full_counts_nothing_twice(monkeypatch):
-    right = lambda engine, hay, kind, seeds, *_: [float(s == 4) for s in seeds]  # noqa: E731
+    """And facts lie at depths that are spread evenly over the samples."""
+    asked = {}
+
+    def right(engine, hay, kind, seeds, n_tokens, n_facts, depths) -> list[float]:
+        asked.update(zip(seeds, depths, strict=True))
+        return [float(seed == 4) for seed in seeds]
+
     monkeypatch.setattr(calibrate, "eval_retrieval", right)
     candidate = SimpleNamespace(engine=lambda _, *size, least: make_engine(tiny_model(), "dense", *size))
     args = argparse.Namespace(lengths=[50], rows=2, samples=5, tasks=["single"], facts=4)
     row = calibrate.retrieval_row(candidate, args, None, generate.Progress("test", 5))
-    assert row["single 50"] == 20
+    assert row["single 50"] == 20 and [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
 
 
 def test_candidates_read_yes_and_no():
@@ -3827,7 +3726,6 @@ DAMAGE = [
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    ("scale is missing; make it again: pyth", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)})),
     ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
@@ -3892,7 +3790,6 @@ BAD_COMMANDS = {
     "generate --prompt @sparse.txt": "no regular file of at most 4 GB",
     "generate --prompt @latin.txt": "latin.txt: not UTF-8",
     "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
-    "generate --prompt 5 --temperature nan": "--temperature: nan: give a number in [0, inf)",
     "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
     "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
     "generate --chat": "--chat needs a --prompt",
@@ -3932,7 +3829,6 @@ BAD_COMMANDS = {
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
     "fit --method sals --text none": "No such file",
-    "fit --method sals --text /dev/zero": "no regular file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
     "train --out new --text few.txt": "too little text for a tokenizer",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
@@ -3998,21 +3894,24 @@ def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
 
 
 @pytest.mark.parametrize("own, spins", [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
-def test_waiting_threads_spin_little_unless_a_user_says_how(own, spins, monkeypatch):
+def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(own, spins, monkeypatch):
+    """Unless a user says how."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # which this process has set
-    said = python("-c", "import calibrate", OMP_DISPLAY_ENV="VERBOSE", **own).stderr
-    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)) <= {spins}  # torch may have another OpenMP
+    code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
+    run = python("-c", code, OMP_DISPLAY_ENV="VERBOSE", **own)
+    said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)  # nothing where torch has another OpenMP
+    assert run.returncode == 0 and set(said) <= {spins}
 
 
 def test_json_is_the_last_line_and_complete(cli):
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
         bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
-    line = "generate --method sals --rank 0.25 --prompt 30 --prompt 7 --batch_size 3 --recent 4"
+    line = "generate --method sals --rank 0.25 --prompt 30 --prompt 30 --batch_size 3 --recent 4"
     report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
-    assert report["prompt_tokens"] == [30, 7, 30] and report["new_tokens"] == [9, 9, 9]
+    assert report["prompt_tokens"] == [30, 30, 30] and report["new_tokens"] == [9, 9, 9]
     ids = report["token_ids"]
-    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] != ids[1]
+    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]  # two random prompts
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
     assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
@@ -4313,12 +4212,15 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     assert torch.equal(model.tok_embeddings.weight, expected + 1)
 
 
-def test_random_prompts_differ(cli):
-    first, second = cli.json("generate --prompt 9 --prompt 9 --max_new_tokens 8 --ignore_eos")["token_ids"]
-    assert len(first) == len(second) == 8 and first != second
-
-
-def test_streams_that_know_other_characters(cli, monkeypatch):
+def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypatch):
+    """Files are UTF-8 in every locale."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
+        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
     for errors in ("strict", "surrogateescape"):  # as the locale has it
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
         assert "not UTF-8" in cli.refusal("generate --prompt -")
@@ -4331,16 +4233,6 @@ def test_streams_that_know_other_characters(cli, monkeypatch):
     assert stdout.buffer.getvalue() == b"snow ? \n"
 
 
-def test_files_are_utf_8_in_every_locale(tmp_path):
-    before = locale.setlocale(locale.LC_CTYPE)
-    locale.setlocale(locale.LC_CTYPE, "C")
-    try:
-        calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
-        assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
-    finally:
-        locale.setlocale(locale.LC_CTYPE, before)
-
-
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     row = {"bytes/token": 1.0, "errors": {}}
     monkeypatch.setattr(calibrate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
@@ -4351,11 +4243,6 @@ def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "kivi"]
     assert "dense: bytes/token" in err and "kivi: bytes/token" in err
     assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
-
-
-def test_nothing_imports_transformers_at_start():
-    code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
-    assert python("-c", code).returncode == 0
 
 
 def test_the_readmes_first_command_prints_what_the_readme_shows():
@@ -4476,16 +4363,6 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
 
 
-def test_int8_weights_are_multiplied_by_the_kernel_where_it_runs(monkeypatch):
-    seen, launch, model = [], kernels.launch_linear, tiny_model().to(DEVICE)
-    monkeypatch.setattr(kernels, "launch_linear", lambda *args: seen.append(len(args[0])) or launch(*args))
-    for linear in (model.output, *(linear for layer in model.layers for linear in layer.linears())):
-        linear.quantize()
-    engine = make_engine(model, "dense", 2, 40)
-    logits_through(engine, [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)])
-    assert seen == (([30] * 16 + [1]) + ([20] * 16 + [1]) + [2] * 17 * 4) * (DEVICE == "cuda")
-
-
 def test_the_report_counts_int8_weights_and_asks_dense_apart(cli):
     report = cli.json("generate --weights int8 --prompt 30 --max_new_tokens 3")
     outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
@@ -4511,13 +4388,6 @@ def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
     length = len(prompts[0]) + len(new)
     assert report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
     assert report["text"] == [" world"] * 3
-
-
-def test_a_prompt_may_fill_all_positions():
-    for most, config in ((512, tiny_config()), (64, tiny_config(sliding_window=64))):
-        generate.check_capacity(most, config)
-        with pytest.raises(UserError):
-            generate.check_capacity(most + 1, config)
 
 
 def test_progress_is_on_stderr(monkeypatch, capsys):

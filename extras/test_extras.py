@@ -52,7 +52,6 @@ from test_all import (
     attend_case,
     by_head,
     check_attend,
-    check_plan,
     checkpoint,
     cli,
     close,
@@ -104,6 +103,10 @@ SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 SHADOW_1 = SHADOW | {"rank": 1.0}
 SHADOW_ALL = {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}
 DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
+test_all.WIDE |= {"palu"}
+test_all.CODED |= {"palu"}
+test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head left".split()}
+test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
     ("palu", {"keep": 0.5}),
     ("streaming", {"sinks": 2, "recent": 20}),
@@ -117,6 +120,14 @@ CASES = [
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}),
 ]
 GRAPHED, STORES = CASES, []
+
+
+def shadowkvs_exact(cache, places: torch.Tensor) -> torch.Tensor:
+    """Which of 40 past tokens [40, Hkv] SHADOW keeps exactly: the recent ones and those of outlier chunks."""
+    return (places >= 31) | (places[..., None] // cache.chunk == cache.outlier[0]).any(-1)
+
+
+test_all.EXACT |= {"shadowkv": shadowkvs_exact}
 EVERYTHING = [
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
@@ -142,8 +153,8 @@ SELECTORS = [
     ("hshare", {"keep": 24, "every": 8, "share_heads": 2}, 24, 0, 1, 7, ""),
     ("hshare", {"keep": 24, "every": 5, "sinks": 2, "recent": 4}, 24, 2, 4, 4, ""),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 24, 0, 5, 3, ""),
-    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, ""),
-    ("shadowkv", SHADOW_1, 57, 0, 6, 16, ""),  # a short prompt has no outliers
+    ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, "early"),
+    ("shadowkv", SHADOW_1, 57, 0, 6, 16, "early"),  # a short prompt has no outliers
 ]
 BYTES_READ = [
     ("streaming", {"sinks": 4, "recent": 20}, 80, 24 * 512),
@@ -217,7 +228,7 @@ def test_report_of_a_cache_with_values_in_host_memory(cli):
 # ---- the papers' algorithms
 
 
-def pure_quest(cache, entry, n, q, k, v):
+def pure_quest(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
     def step(i, q, k, v, stored):
@@ -226,7 +237,7 @@ def pure_quest(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
 
-def pure_turboquant(cache, entry, n, q, k, v):
+def pure_turboquant(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     Pi, levels = cache.keys.rotation.mT, cache.keys.levels
     k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
@@ -235,7 +246,7 @@ def pure_turboquant(cache, entry, n, q, k, v):
         yield attend_reference(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
 
 
-def pure_sals_cann(cache, entry, n, q, k, v):
+def pure_sals_cann(cache, row, n, q, k, v):
     """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     low = spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
@@ -254,7 +265,7 @@ def pure_sals_cann(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, lambda h: h, step)
 
 
-def pure_h2o(cache, entry, n, q, k, v):
+def pure_h2o(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
     grouped, places = q.unflatten(1, (k.shape[1], -1)), torch.arange(n)
@@ -273,21 +284,21 @@ def pure_h2o(cache, entry, n, q, k, v):
     return by_head(cache, q, k, v, n, start, step)
 
 
-def pure_shadowkv(cache, entry, n, q, k, v):
+def pure_shadowkv(cache, row, n, q, k, v):
     rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
-    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[entry], rotated, v))
+    stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[row], rotated, v))
     whole = max(0, n - settings.recent) // cache.chunk
     chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
     likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
     outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
     budget = cache.selected // cache.chunk, cache.chunk, settings.recent
     for i in range(n, len(q)):
-        given = q[i], k[i], v[i], stored, cache.basis[entry], outliers
+        given = q[i], k[i], v[i], stored, cache.basis[row], outliers
         out, chosen, stored = baselines.shadowkv_step(*given, budget, cache.rope)
         yield out.flatten(), chosen
 
 
-def pure_palu(cache, entry, n, q, k, v, latent):
+def pure_palu(cache, row, n, q, k, v, latent):
     """The keys' bias is not in their latent (ours)."""
     q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
     values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
@@ -301,13 +312,13 @@ def pure_palu(cache, entry, n, q, k, v, latent):
     return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
 
 
-PURE = {  # as in test_all.py
-    "quest": ({"keep": 20, "page": 4}, pure_quest, None),
-    "h2o": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
+STEPS = {  # as in test_all.py
+    "quest_step": ({"keep": 20, "page": 4}, pure_quest, None),
+    "h2o_step": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
     "turboquant": ({"bits": 3}, pure_turboquant, None),
     "sals_cann": ({"keep": 20, "page": 4, "tail": 2}, pure_sals_cann, None),
-    "shadowkv": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
-    "palu": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
+    "shadowkv_step": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
+    "palu_step biased": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
 }
 
 
@@ -329,6 +340,35 @@ def test_keyformers_weights_have_gumbel_noise_and_a_temperature_of_1_to_2_since_
     assert abs(cache.gumbel.mean() - 0.5772) < 0.03 and abs(cache.gumbel.var() - math.pi**2 / 6) < 0.06
     truth = ((logits + noise) / 1.5).softmax(-1)
     assert torch.allclose(weights(logits, torch.tensor(0.5), torch.tensor(0)), truth)
+
+
+@pytest.mark.parametrize("method", ["h2o", "keyformer"])
+def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
+    cache, (q, k, v) = scene(method, 40, 57, 60, keep=24)
+    cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    places = cache.position[0].T.long()[..., None].expand(24, -1, 16)
+    assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
+
+
+# ---- H2O attends by logits that it has
+
+LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
+
+
+@pytest.mark.parametrize("dtype", test_all.DTYPES)
+@pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
+@poisoned
+def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
+    """A row whose pos lies beyond S attends all S."""
+    pos = test_all.positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
+    v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
+    weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
+    truth = (weights @ v.float()).flatten(1, 2)
+    logits, dead = logits.masked_fill(later[:, None, None], test_all.NAN), later[:, None].expand(-1, Hkv, -1)
+    close(kernels.attend_logits(logits, test_all.poison(v, dead), pos, kernel=True), truth, dtype)
 
 
 # ---- Double Sparse, HShare
@@ -925,7 +965,10 @@ def streamed(hopper, monkeypatch):
 
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 def test_kernel_hopper_plans_count_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
-    check_plan(monkeypatch, hopper, "streams_basis", -1, form)
+    seen, streams = [], hopper.streams_basis
+    monkeypatch.setattr(hopper, "streams_basis", lambda *given: seen.append(given[-1]) or streams(*given))
+    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+    assert seen == [4]
 
 
 # Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
@@ -1329,6 +1372,19 @@ def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch
     model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
     make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **SPARSE | {"skip": "0,1,-1"})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
+    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
+    program = """
+        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
+        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
+        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
+            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
+            code = compiled[-1][1].asm["ttgir"]
+            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
+    """
+    run_for_hopper(program)
 
 
 def test_which_rows_chains_serve(hopper, monkeypatch):
