@@ -10,6 +10,7 @@ import argparse
 import bisect
 import csv
 import dataclasses
+import glob
 import inspect
 import io
 import itertools
@@ -156,6 +157,9 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     config.json last."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
     try:
         with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
             yield Path(partial)
@@ -247,8 +251,8 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
-    """U of each layer: leading eigenvectors of the covariance of its keys k before RoPE (SALS sec. 4.2), and
-    of S (k - mean), where S is the rms of the queries in each pair that RoPE rotates (ours)."""
+    """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
+    the covariance of S k, where S is the queries' rms in each pair that RoPE rotates ("query": ours)."""
     c, keys = model.config, moments()["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
@@ -256,8 +260,8 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     r = max(1, round(max_rank * c.kv_dim))
     tensors, facts = {"scale": scale.float(), "mean": keys.mean.float()}, {"max_rank": max_rank}
     spread = scale[:, :, None] * keys.covariance() * scale[:, None]
-    for metric, covariance in (("query", spread), ("key", keys.second)):
-        values, vectors = eigen(covariance)
+    for metric, second in (("query", spread), ("key", keys.second)):
+        values, vectors = eigen(second)
         tensors[f"{metric}_eigenvalues"] = values.float()
         for i in range(c.n_layers):
             tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
@@ -283,9 +287,10 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
             engine = Engine(model, caches, context, Sampling())
             loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
+            kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+            facts[f"energy of 25%, {name}"] = kept.mean().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
-    kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
-    return tensors, facts | {"energy of 25%": kept.mean().item()}
+    return tensors, facts
 
 
 def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -658,15 +663,37 @@ def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     return int(step)
 
 
+@contextmanager
+def deferred_interrupts() -> Iterator[list]:
+    """A list that takes the first Ctrl-C or SIGTERM, so that no step is cut in two; the second ends all."""
+    stops = []
+
+    def defer(number: int, _) -> None:
+        stops.append(number)
+        restore()
+        print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, defer) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stops
+    finally:
+        restore()
+
+
 def ignore_interrupts(*_) -> None:
     """For processes that make batches: they end with the one that takes them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teacher=None, share=0.0) -> bool:
     """AdamW under a warm-up and a cosine over all stages, weights in fp32 with bf16 autocast.
     state and log: files or None, as --state and --log; teacher and share: of training_loss.
-    -> whether it is done, before `minutes` ran out, or a Ctrl-C came."""
+    -> whether it is done, before `minutes` ran out, or a Ctrl-C or SIGTERM came."""
     device = next(model.parameters()).device
     compiled = partial(torch.compile, dynamic=False) if (cuda := device.type == "cuda") else lambda f: f
     forward, head = compiled(attention_outputs), compiled(head_loss)
@@ -681,7 +708,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("tokens,loss\n", encoding="utf-8")
     warm_up = max(1, min(200, total // 10))
-    try:
+    with deferred_interrupts() as stops:
         for tokens, weights in batches if done < total else ():
             warm, decay = min(1.0, (done + 1) / warm_up), 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
             for group in optimizer.param_groups:  # after the warm-up a cosine to a tenth
@@ -706,14 +733,12 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
                 print(f"{line}{time.time() - started:.0f} s", file=sys.stderr, flush=True)
                 if not math.isfinite(mean):
                     break
-            if done < total and time.time() - started > 60 * minutes:
+            if stops or done < total and time.time() - started > 60 * minutes:
                 break
-    except KeyboardInterrupt:
-        print("stopping; Ctrl-C again: nothing is kept", file=sys.stderr)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
-    if state and done:
-        save_state(state, model, optimizer, done)
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"the weights are no numbers after step {done}; nothing is saved: lower --lr")
+        if state and done:
+            save_state(state, model, optimizer, done)
     return done >= total
 
 

@@ -98,25 +98,6 @@ class Context:
         return apply_rope(x, self.cos[positions], self.sin[positions])
 
 
-def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
-    """weights [B, H, G, S] fp32 times values in codes of `quantize` [B, H, S, D * bits / 8] -> [B, H, G, D]:
-    a product for each run of channels that one group and one plane of the codes hold."""
-    low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
-    width, n, parts = codes.shape[-1], low_scale.shape[-2], []
-    group = width * 8 // bits // n  # channels
-    run = math.gcd(group, width)
-    for channel in range(0, group * n, run):
-        (plane, byte), i = divmod(channel, width), channel // group
-        part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        if torch.compiler.is_compiling() and codes.device.type == "cpu":
-            # One loop: a matrix product would write all codes to memory as floats.
-            decoded = part * scale[..., i, None] + low[..., i, None]
-            parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
-        else:
-            parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
-    return torch.cat(parts, -1)
-
-
 def in_basis(x: Tensor, basis: Tensor) -> Tensor:
     """Heads x [..., H, D] in the bases [..., Hkv, D, r] of their KV heads -> [..., H, r]."""
     grouped = x.unflatten(-2, (basis.shape[-3], -1))
@@ -126,6 +107,14 @@ def in_basis(x: Tensor, basis: Tensor) -> Tensor:
 def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
     """What is stored of S tokens, [S, ...] each: of S - 1 tokens `stored`, of the new one `new`."""
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+    """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: as they are)."""
+    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
+    layer.bias = bias if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)
+    return layer
 
 
 # ------------------------------------------------------------------------------------------------- budgets
@@ -154,13 +143,81 @@ def rank_of(fraction: float, width: int) -> int:
     return max(1, round(fraction * width))
 
 
+# -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
+
+
+def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Asymmetric codes of groups of channels in a token, as KIVI's values, or with dim -2 of tokens in a
+    channel, as its keys (arXiv 2402.02750). x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and
+    (minimum, scale) of each group in fp16, [..., S, D / group, 2] or [..., S / group, D, 2]."""
+    grouped = x.float().unflatten(dim, (-1, group))
+    low, high = grouped.aminmax(dim=dim, keepdim=True)
+    # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
+    low = as_fp16(low)
+    scale = as_fp16((high - low.float()) / (2**bits - 1))
+    step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
+    codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
+    return pack(codes.flatten(dim - 1, dim), bits), torch.stack((low, scale), dim=-1).squeeze(dim - 1)
+
+
+def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, dim: int = -1) -> Tensor:
+    """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
+    grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
+    low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
+    return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
+
+
+def spread_levels(scale: Tensor, bits: int) -> Tensor:
+    """quantize_spread's scales [...] as (minimum, scale) of one group [..., 1, 2], as `dequantize` has it."""
+    scale = scale.float()
+    return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
+
+
+# ---- products with codes as they are: a CPU would take longer to decode them first
+
+
+def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
+    """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] -> [B, H, G, D]: a
+    product for each run of channels that one group and one plane of the codes hold."""
+    low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
+    width, n, parts = codes.shape[-1], low_scale.shape[-2], []
+    group = width * 8 // bits // n  # channels
+    run = math.gcd(group, width)
+    for channel in range(0, group * n, run):
+        (plane, byte), i = divmod(channel, width), channel // group
+        part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
+        if torch.compiler.is_compiling() and codes.device.type == "cpu":
+            # One loop: a matrix product would write all codes to memory as floats.
+            decoded = part * scale[..., i, None] + low[..., i, None]
+            parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
+        else:
+            parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
+    return torch.cat(parts, -1)
+
+
+def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
+    """q [B, H, G, D] times keys in codes per channel [B, H, S, D * bits / 8], in groups of 32 tokens ->
+    [B, H, G, S] fp32: q . (low + scale code) = q . low + (q scale) . code, a plane at a time."""
+    low, scale = low_scale.float().unbind(-1)  # [B, H, n, D]
+    weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
+    groups = codes.unflatten(2, (-1, 32)).mT  # [B, H, n, D * bits / 8, 32]
+    planes = ((groups >> i) & (2**bits - 1) for i in range(0, 8, bits))
+    parts = (x.contiguous() for x in weights.chunk(8 // bits, -1))
+    coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
+    coded = coded.transpose(2, 3).flatten(3)  # of [B, H, n, G, 32]
+    # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor loops
+    # over whole groups, and the tokens of the last one get no value.
+    group = torch.arange(codes.shape[2], device=q.device) // 32
+    return coded + (q.float() @ low.mT)[..., group]
+
+
 # -------------------------------------------------------------------------------------------------- stores
 #
 # A store holds numbers of tokens, [B, H heads, S tokens, width], in one form, and owns their buffers:
 #     write(where, x)    where = (row, tokens): an int and a slice for x [n, H, width] of one row, or two
 #                        tensors [B] for one token each, x [B, H, width]
 #     read(pos, index)   the numbers of tokens index [B, 1 or H, n], or of all -> [B, H, n, width]
-#     past(row, n)     what is kept of a row's first n tokens, as `read` gives it -> [<= n, H, width]
+#     past(row, n)       what is kept of a row's first n tokens, as `read` gives it -> [<= n, H, width]
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
@@ -215,7 +272,7 @@ class TokenStore(nn.Module):
         return self.decode(*(part[row, :, :n] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All tokens as kernels.scores takes them: rows, and of codes their scales."""
+        """All tokens as kernels.scores takes them: vectors, and of codes their scales."""
         return self.vectors, None
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
@@ -268,7 +325,7 @@ def ring_positions(pos: Tensor, z: int) -> Tensor:
 
 
 class Int8Store(TokenStore):
-    """Int8 codes with one scale for a head's row (`quantize_int8`)."""
+    """Int8 codes with one scale a vector (`quantize_int8`)."""
 
     kind, bits = "int8", 8
 
@@ -289,28 +346,8 @@ class Int8Store(TokenStore):
         return matmul_codes(weights * self.scale[:, :, None], self.vectors)
 
 
-class MixedStore(Int8Store):
-    """Int8 codes of the r* leading numbers of a row, 4-bit codes of the others, and one scale (SALS)."""
-
-    kind = "mixed"
-
-    def __init__(self, context: Context, heads: int, tokens: int, width: int, lead: int):
-        self.lead = lead
-        super().__init__(context, heads, tokens, width)
-
-    def layout(self) -> dict[str, tuple]:
-        packed = ((self.width - self.lead) // 2,), torch.uint8
-        return {"vectors": ((self.lead,), torch.int8), "scale": ((), torch.float32), "trailing": packed}
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return quantize_mixed(x, self.lead)
-
-    def decode(self, vectors: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
-        return dequantize_mixed(vectors, scale, trailing).to(self.context.dtype)
-
-
 class CodedStore(TokenStore):
-    """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow row (`quantize`)."""
+    """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow vector (`quantize`)."""
 
     group = 32  # channels that share them
 
@@ -340,10 +377,10 @@ class CodedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits with one scale for a head's row, which is evenly spread (`quantize_spread`)."""
+    """Codes of 2 or 4 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
 
     kind = "spread"
-    group = math.inf  # all of a row
+    group = math.inf  # all of a vector
 
     def layout(self) -> dict[str, tuple]:
         return super().layout() | {"scale": ((), torch.float16)}
@@ -353,6 +390,18 @@ class ScaledStore(CodedStore):
 
     def low_scale(self, scale: Tensor) -> Tensor:
         return spread_levels(scale, self.bits)
+
+
+def host_memory(context: Context, *shape: int) -> Tensor:
+    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
+    kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
+    if context.device.type != "cuda":
+        return context.zeros(*shape)
+    pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
+    data = (pinned.data_ptr(), False)
+    interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
+    return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
 
 
 class HostStore(TokenStore):
@@ -372,44 +421,6 @@ class HostStore(TokenStore):
 
     def past(self, row: int, n: int) -> Tensor:
         return self.vectors[row, :, self.context.positions[:n]].transpose(0, 1)
-
-
-class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
-    r], basis [Hkv, D, r], bias [Hkv, D] or None. Int8 latents go with a basis of quantize_basis."""
-
-    kind = "latents"
-
-    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
-        super().__init__()
-        self.latents, self.context = latents, latents.context
-        self.basis, self.bias = basis.to(self.context.dtype), bias
-        if self.context.kernel:  # what it takes: RoPE's pairs side by side
-            n, coded = len(basis), latents.kind == "mixed"
-            codes, scale = quantize_basis(basis) if coded else (self.basis, None)
-            bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
-            given = codes, scale, bias
-            self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
-
-    def rebuilt(self, latents: Tensor, places: Tensor | slice) -> Tensor:
-        """Keys of latents [..., 1 or Hkv, n, r] at positions `places`, a slice or [..., 1 or Hkv, n]."""
-        keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
-        keys = keys if self.bias is None else keys + self.bias[:, None]  # which may be in fp32
-        return self.context.rope(keys[..., None, :], places)[..., 0, :].to(self.context.dtype)
-
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        latents = self.latents.read(pos, index)
-        return self.rebuilt(latents, slice(0, latents.shape[2]) if index is None else index)
-
-    def past(self, row: int, n: int) -> Tensor:
-        return self.rebuilt(self.latents.past(row, n).transpose(0, 1), slice(0, n)).transpose(0, 1)
-
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        return q @ self.read(pos).mT
-
-    def kernel_form(self) -> list[Tensor | None]:
-        stored = [x.expand(-1, len(self.basis), *x.shape[2:]) for x in self.latents.kernel_form()]
-        return [*stored, *[None] * (3 - len(stored)), *self.paired, self.context.rope_pairs]
 
 
 # ------------------------------------------------------------------------------ the base of all caches, dense
@@ -564,34 +575,159 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
     return {i % n_layers for i in layers if i in known}
 
 
-# -------------------------------------------------------------------------------- quantisation (KIVI, SALS)
+# ------------------------------------------------------------------------------------------------------- KIVI
 
 
-def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups of channels in a token, as KIVI's values, or with dim -2 of tokens in a
-    channel, as its keys (arXiv 2402.02750). x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and
-    (minimum, scale) of each group in fp16, [..., S, D / group, 2] or [..., S / group, D, 2]."""
-    grouped = x.float().unflatten(dim, (-1, group))
-    low, high = grouped.aminmax(dim=dim, keepdim=True)
-    # Round the scale and minimum to what is stored first: the codes then belong to the stored values.
-    low = as_fp16(low)
-    scale = as_fp16((high - low.float()) / (2**bits - 1))
-    step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
-    codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
-    return pack(codes.flatten(dim - 1, dim), bits), torch.stack((low, scale), dim=-1).squeeze(dim - 1)
+@dataclass
+class KiviSettings:
+    """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
+
+    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4), sets="bytes")
+    residual: int = setting(128, "R: last values that stay exact, and keys of a block")
 
 
-def dequantize(codes: Tensor, low_scale: Tensor, bits: int, group: int, dtype, dim: int = -1) -> Tensor:
-    """The inverse: codes [..., S, D * bits / 8] and the groups' (minimum, scale) -> x [..., S, D]."""
-    grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
-    low, scale = (part.unsqueeze(dim) for part in low_scale.float().unbind(-1))
-    return (grouped * scale + low).flatten(dim - 1, dim).to(dtype)
+def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
+    """One decode step of KIVI as published (sec. 3.2), for one KV head: q [G, D], k, v [D] after RoPE ->
+    [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
+    keys, values = stored = appended(stored, k, v)
+    # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
+    full, group = len(keys) // R * R, min(32, len(k))
+    coded = dequantize(*quantize(keys[:full], bits, 32, -2), bits, 32, keys.dtype, -2)
+    keys = torch.cat((coded, keys[full:]))
+    # 2. Values in codes per token, 32 channels a group; the last R are exact.
+    old = max(0, len(values) - R)
+    coded = dequantize(*quantize(values[:old], bits, group), bits, group, values.dtype)
+    # 3. Attend every token.
+    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
+    return weights @ torch.cat((coded, values[old:])), stored
 
 
-def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """Their scales [...] as (minimum, scale) of one group a row, [..., 1, 2], as `dequantize` takes them."""
-    scale = scale.float()
-    return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
+class RingStore(nn.Module):
+    """Codes, `token_bytes` a token, and a ring of the last R tokens as attended. The base of KIVI's two."""
+
+    def __init__(self, context: Context, bits: int, R: int):
+        super().__init__()
+        self.context, self.bits, self.R = context, bits, R
+        self.ring = Window(context, context.config.n_kv_heads, context.config.head_dim, 0, R, by_token=True)
+
+    def recent(self, pos: Tensor) -> Tensor:
+        """Which tokens are in the ring, [B, S]."""
+        return self.context.positions > pos[:, None] - self.R
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        ring = self.ring.vectors[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
+        x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
+        return x if index is None else gather_rows(x, index)
+
+    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
+        return self.read(pos), None
+
+    def bytes_of(self, n: float, length: int) -> float:
+        """Those in the ring are taken to be among the n."""
+        recent = min(n, length, self.R)
+        return recent * self.ring.token_bytes + (n - recent) * self.token_bytes
+
+
+class ChannelKeys(RingStore):
+    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R are exact."""
+
+    kind = "channels"
+
+    def __init__(self, context: Context, bits: int, residual: int):
+        capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
+        if residual < 32 or residual % 32:
+            raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
+        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
+        self.tokens = -(-capacity // self.R) * self.R
+        self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
+        self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
+        self.register_buffer("low_scale", context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.half))
+
+    def decode(self, codes: Tensor, low_scale: Tensor) -> Tensor:
+        """Codes [..., S, width * bits / 8] to keys [..., S, width]."""
+        return dequantize(codes, low_scale, self.bits, 32, self.context.dtype, -2)
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        (self.write_chunk if isinstance(where[0], int) else self.write_token)(*where, x)
+
+    def write_chunk(self, row: int, span: slice, x: Tensor) -> None:
+        first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
+        x = torch.cat((self.ring.vectors[row, :, : span.start - first].transpose(0, 1), x))
+        self.ring.write((row, slice(first, span.stop)), x)
+        full = len(x) // self.R * self.R
+        codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
+        self.codes[row, :, first : first + full] = codes
+        self.low_scale[row, :, first // 32 : (first + full) // 32] = low_scale
+        if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
+            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :])  # [Hkv, R, width]
+            self.ring.vectors[row, :, len(x) - full :] = block[:, len(x) - full :]
+
+    def write_token(self, row: Tensor, pos: Tensor, x: Tensor) -> None:
+        self.ring.write((row, pos), x)
+        # The block is written at every step and read when it is full: a condition would have to ask the host.
+        ring = self.ring.vectors.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
+        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
+        full = (pos % self.R == self.R - 1)[:, None, None, None]
+        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
+        row, first = row[:, None], (pos // self.R * self.R)[:, None]
+        tokens = first + torch.arange(self.R, device=pos.device)
+        groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
+        self.codes[row, :, tokens] = codes.transpose(1, 2)
+        self.low_scale[row, :, groups] = low_scale.transpose(1, 2)
+
+    def formula(self) -> float:
+        return self.context.batch_size * self.tokens * self.token_bytes  # beside the ring
+
+    def decoded(self) -> Tensor:
+        return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
+
+    def past(self, row: int, n: int) -> Tensor:
+        groups = -(-n // 32)
+        keys = self.decode(self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups])
+        return self.ring.overlay(row, keys[:, :n].transpose(0, 1))
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        places = self.context.positions
+        coded = channel_logits(q, self.codes, self.low_scale, self.bits)[..., : len(places)]
+        recent = q @ self.ring.vectors.mT  # [B, Hkv, G, R]
+        return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
+
+    def kernel_form(self) -> list[Tensor]:
+        return [self.codes, self.low_scale, self.ring.vectors.transpose(1, 2)]
+
+
+class TokenValues(RingStore):
+    """Values quantised per token in groups of 32 channels; the last R are exact."""
+
+    def __init__(self, context: Context, bits: int, R: int):
+        c = context.config
+        super().__init__(context, bits, R)
+        self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
+        self.token_bytes = self.coded.token_bytes
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        self.coded.write(where, x)
+        self.ring.write(where, x)
+
+    def decoded(self) -> Tensor:
+        return self.coded.read(None)
+
+    def past(self, row: int, n: int) -> Tensor:
+        return self.ring.overlay(row, self.coded.past(row, n))
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
+        recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
+        recent = self.ring.mix(recent.masked_fill(position < 0, 0), pos)
+        return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
+
+    def kernel_form(self) -> list[Tensor]:
+        return [*self.coded.kernel_form(), self.ring.vectors.transpose(1, 2)]
+
+
+def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
+    keys = ChannelKeys(context, settings.bits, settings.residual)
+    return keys, TokenValues(context, settings.bits, keys.R)
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -819,6 +955,64 @@ def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, arti
     return attention
 
 
+class MixedStore(Int8Store):
+    """Int8 codes of the r* leading numbers of a vector, 4-bit codes of the trailing ones, and one scale."""
+
+    kind = "mixed"
+
+    def __init__(self, context: Context, heads: int, tokens: int, width: int, lead: int):
+        self.lead = lead
+        super().__init__(context, heads, tokens, width)
+
+    def layout(self) -> dict[str, tuple]:
+        packed = ((self.width - self.lead) // 2,), torch.uint8
+        return {"vectors": ((self.lead,), torch.int8), "scale": ((), torch.float32), "trailing": packed}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return quantize_mixed(x, self.lead)
+
+    def decode(self, vectors: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
+        return dequantize_mixed(vectors, scale, trailing).to(self.context.dtype)
+
+
+class RebuiltKeys(nn.Module):
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
+    r], basis [Hkv, D, r], bias [Hkv, D] or None. Int8 latents go with a basis of quantize_basis."""
+
+    kind = "latents"
+
+    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.latents, self.context = latents, latents.context
+        self.basis, self.bias = basis.to(self.context.dtype), bias
+        if self.context.kernel:  # what it takes: RoPE's pairs side by side
+            n, coded = len(basis), latents.kind == "mixed"
+            codes, scale = quantize_basis(basis) if coded else (self.basis, None)
+            bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
+            given = codes, scale, bias
+            self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
+
+    def rebuilt(self, latents: Tensor, places: Tensor | slice) -> Tensor:
+        """Keys of latents [..., 1 or Hkv, n, r] at positions `places`, a slice or [..., 1 or Hkv, n]."""
+        keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
+        keys = keys if self.bias is None else keys + self.bias[:, None]  # which may be in fp32
+        return self.context.rope(keys[..., None, :], places)[..., 0, :].to(self.context.dtype)
+
+    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
+        latents = self.latents.read(pos, index)
+        return self.rebuilt(latents, slice(0, latents.shape[2]) if index is None else index)
+
+    def past(self, row: int, n: int) -> Tensor:
+        return self.rebuilt(self.latents.past(row, n).transpose(0, 1), slice(0, n)).transpose(0, 1)
+
+    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+        return q @ self.read(pos).mT
+
+    def kernel_form(self) -> list[Tensor | None]:
+        stored = [x.expand(-1, len(self.basis), *x.shape[2:]) for x in self.latents.kernel_form()]
+        return [*stored, *[None] * (3 - len(stored)), *self.paired, self.context.rope_pairs]
+
+
 class SalsCache(Cache):
     """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
     layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
@@ -886,16 +1080,8 @@ class SalsCache(Cache):
             index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
             self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
             index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
-        return kernels.attend(
-            rotated,
-            self.keys,
-            self.values,
-            pos,
-            index,
-            window=self.window,
-            scale=self.scale,
-            kernel=self.kernel,
-        )
+        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
+        return kernels.attend(rotated, self.keys, self.values, pos, index, **how)
 
     def bytes_read(self, length: int) -> int:
         """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
@@ -1011,13 +1197,6 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1), vectors.flip(-1)
 
 
-def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
-    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
-    layer.bias = bias if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)
-    return layer
-
-
 class EliteAttention(nn.Module):
     """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent c_kv
     [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [He, D/2]: He is Hkv, or 1 where heads
@@ -1057,41 +1236,6 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D] of its KV head."""
     rows = rows.unflatten(0, (len(dims), -1, dims.shape[1]))
     return rows.take_along_dim(dims.reshape(len(dims), 1, -1, *[1] * (rows.ndim - 3)), 2)
-
-
-class EliteCache(Cache):
-    """One row a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys. Decode
-    absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
-
-    def __init__(self, context: Context, settings: EliteSettings, attention: EliteAttention, *_):
-        super().__init__(context)
-        self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
-        self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
-
-    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
-        self.latents.write((row, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
-        latent, k = self.latents.past(row, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
-        return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        c, up, r2 = self.config, self.attention.up, 2 * self.r
-        q, k = (self.attention.rotate(x, self.context.cos[pos], self.context.sin[pos]) for x in (q, k))
-        self.latents.write((self.context.rows, pos), torch.cat((latent, k.flatten(1)), -1)[:, None])
-        b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
-        elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
-        # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
-        rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
-        own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
-        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
-        query = torch.cat((rest, elite), -1).flatten(1, 2)
-        mixed = kernels.attend_latent(
-            query, self.latents.vectors[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
-        )
-        out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
-        if up.bias is not None:  # weights sum to one
-            out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
-        return out.flatten(1, 2)
 
 
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
@@ -1135,6 +1279,41 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
         up_bias = torch.cat((rest, v), 1)[..., -1].flatten()
     stacked = linear_of(torch.cat((stacked[:, : c.dim], a.T.to(q))), bias)
     return EliteAttention(c, order, r, stacked, linear_of(up, up_bias), attention.wo)
+
+
+class EliteCache(Cache):
+    """One vector a token: a latent of all heads' values and un-rotated keys, then the rotated elite keys.
+    Decode absorbs B_k into the query, zero at other heads' elite keys, and B_v into the output."""
+
+    def __init__(self, context: Context, settings: EliteSettings, attention: EliteAttention, *_):
+        super().__init__(context)
+        self.attention, self.r, self.d_ckv = attention, attention.r, attention.widths[2]
+        self.latents = TokenStore(context, 1, context.capacity, sum(attention.widths[1:]))
+
+    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        q, k = (self.attention.rotate(x, self.context.cos[span], self.context.sin[span]) for x in (q, k))
+        self.latents.write((row, span), torch.cat((latent, k.flatten(1)), -1)[:, None])
+        latent, k = self.latents.past(row, span.stop)[:, 0].tensor_split((self.d_ckv,), -1)
+        return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        c, up, r2 = self.config, self.attention.up, 2 * self.r
+        q, k = (self.attention.rotate(x, self.context.cos[pos], self.context.sin[pos]) for x in (q, k))
+        self.latents.write((self.context.rows, pos), torch.cat((latent, k.flatten(1)), -1)[:, None])
+        b_k, b_v = up.weight.unflatten(0, (c.n_kv_heads, -1)).split((c.head_dim - r2, c.head_dim), 1)
+        elite, rest = q.unflatten(1, (c.n_kv_heads, -1)).split((r2, b_k.shape[1]), -1)  # [B, Hkv, G, .]
+        # A bias of the un-rotated keys would add the same to every token's logit: softmax drops it.
+        rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
+        own = torch.eye(len(self.attention.pairs), dtype=q.dtype, device=q.device)[:, None, :, None]
+        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
+        query = torch.cat((rest, elite), -1).flatten(1, 2)
+        mixed = kernels.attend_latent(
+            query, self.latents.vectors[:, 0], pos, self.d_ckv, scale=self.scale, kernel=self.kernel
+        )
+        out = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (c.n_kv_heads, -1)), b_v)
+        if up.bias is not None:  # weights sum to one
+            out = out + up.bias.unflatten(0, (c.n_kv_heads, 1, -1))[..., -c.head_dim :]
+        return out.flatten(1, 2)
 
 
 def elite_tensors(c: ModelConfig) -> Stored:
@@ -1199,6 +1378,12 @@ def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int,
     return (weights[..., None] * values[chosen]).sum(1), chosen, stored
 
 
+def rank_at(values: Tensor, fraction: float) -> Tensor:
+    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold this fraction of their sum."""
+    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
+    return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
+
+
 class LokiCache(DenseCache):
     """Post-RoPE keys in the basis of their principal components, P per KV head, and plain V."""
 
@@ -1242,12 +1427,6 @@ class LokiCache(DenseCache):
         sets = self.config.group if self.settings.share == "query" else 1
         chosen = min(length, sets * sum(self.settings.budget(length)))
         return chosen + length * self.d / self.width, chosen
-
-
-def rank_at(values: Tensor, fraction: float) -> Tensor:
-    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold this fraction of their sum."""
-    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
-    return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
 def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
@@ -1346,6 +1525,9 @@ def lrqk_step_ours(
     return weights @ values[near], near, (a_k, keys, values)
 
 
+# ---- what these use
+
+
 def lrqk_refit(q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor) -> tuple:
     """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
 
@@ -1389,9 +1571,6 @@ def add_ridge(m: Tensor, fraction: float) -> Tensor:
     """m [..., n, n] plus this fraction of its mean diagonal on the diagonal (and a trifle, should m be 0)."""
     ridge = fraction * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
     return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-
-
-# ---- what we changed
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1447,18 +1626,6 @@ def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()
     slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
-
-
-def host_memory(context: Context, *shape: int) -> Tensor:
-    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
-    kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
-    if context.device.type != "cuda":
-        return context.zeros(*shape)
-    pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
-    data = (pinned.data_ptr(), False)
-    interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
-    view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
-    return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
 
 
 class LrqkCache(Cache):
@@ -1637,171 +1804,6 @@ class TopKCache(DenseCache):
         return length, min(length, self.count)
 
 
-# ------------------------------------------------------------------------------------------------------- KIVI
-
-
-@dataclass
-class KiviSettings:
-    """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
-
-    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4), sets="bytes")
-    residual: int = setting(128, "R: last values that stay exact, and keys of a block")
-
-
-def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
-    """One decode step of KIVI as published (sec. 3.2), for one KV head: q [G, D], k, v [D] after RoPE ->
-    [G, D]. stored: K and V [S - 1, D], of which each step makes codes."""
-    keys, values = stored = appended(stored, k, v)
-    # 1. Keys in codes per channel, 32 tokens a group; those of an unfinished block of R are exact.
-    full, group = len(keys) // R * R, min(32, len(k))
-    coded = dequantize(*quantize(keys[:full], bits, 32, -2), bits, 32, keys.dtype, -2)
-    keys = torch.cat((coded, keys[full:]))
-    # 2. Values in codes per token, 32 channels a group; the last R are exact.
-    old = max(0, len(values) - R)
-    coded = dequantize(*quantize(values[:old], bits, group), bits, group, values.dtype)
-    # 3. Attend every token.
-    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
-    return weights @ torch.cat((coded, values[old:])), stored
-
-
-class RingStore(nn.Module):
-    """Codes, `token_bytes` a token, and a ring of the last R tokens as attended. The base of KIVI's two."""
-
-    def __init__(self, context: Context, bits: int, R: int):
-        super().__init__()
-        self.context, self.bits, self.R = context, bits, R
-        self.ring = Window(context, context.config.n_kv_heads, context.config.head_dim, 0, R, by_token=True)
-
-    def recent(self, pos: Tensor) -> Tensor:
-        """Which tokens are in the ring, [B, S]."""
-        return self.context.positions > pos[:, None] - self.R
-
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring.vectors[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
-        x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
-        return x if index is None else gather_rows(x, index)
-
-    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
-        return self.read(pos), None
-
-    def bytes_of(self, n: float, length: int) -> float:
-        """Those in the ring are taken to be among the n."""
-        recent = min(n, length, self.R)
-        return recent * self.ring.token_bytes + (n - recent) * self.token_bytes
-
-
-class ChannelKeys(RingStore):
-    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R are exact."""
-
-    kind = "channels"
-
-    def __init__(self, context: Context, bits: int, residual: int):
-        capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
-        if residual < 32 or residual % 32:
-            raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
-        self.tokens = -(-capacity // self.R) * self.R
-        self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
-        self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
-        self.register_buffer("low_scale", context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.half))
-
-    def decode(self, codes: Tensor, low_scale: Tensor) -> Tensor:
-        """Codes [..., S, width * bits / 8] to keys [..., S, width]."""
-        return dequantize(codes, low_scale, self.bits, 32, self.context.dtype, -2)
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        (self.write_chunk if isinstance(where[0], int) else self.write_token)(*where, x)
-
-    def write_chunk(self, row: int, span: slice, x: Tensor) -> None:
-        first = span.start // self.R * self.R  # of the unfinished block, which the ring has from slot 0 on
-        x = torch.cat((self.ring.vectors[row, :, : span.start - first].transpose(0, 1), x))
-        self.ring.write((row, slice(first, span.stop)), x)
-        full = len(x) // self.R * self.R
-        codes, low_scale = quantize(x[:full].transpose(0, 1), self.bits, 32, -2)
-        self.codes[row, :, first : first + full] = codes
-        self.low_scale[row, :, first // 32 : (first + full) // 32] = low_scale
-        if full:  # the last full block fills the ring from slot 0 on; the keys after it lie there now
-            block = self.decode(codes[:, -self.R :], low_scale[:, -self.R // 32 :])  # [Hkv, R, width]
-            self.ring.vectors[row, :, len(x) - full :] = block[:, len(x) - full :]
-
-    def write_token(self, row: Tensor, pos: Tensor, x: Tensor) -> None:
-        self.ring.write((row, pos), x)
-        # The block is written at every step and read when it is full: a condition would have to ask the host.
-        ring = self.ring.vectors.transpose(1, 2)  # as it lies in memory: else a compiled step copies it
-        codes, low_scale = quantize(ring.transpose(1, 2), self.bits, 32, -2)  # [B, Hkv, R or R / 32, .]
-        full = (pos % self.R == self.R - 1)[:, None, None, None]
-        ring.copy_(torch.where(full, self.decode(codes, low_scale).transpose(1, 2), ring))
-        row, first = row[:, None], (pos // self.R * self.R)[:, None]
-        tokens = first + torch.arange(self.R, device=pos.device)
-        groups = first // 32 + torch.arange(self.R // 32, device=pos.device)
-        self.codes[row, :, tokens] = codes.transpose(1, 2)
-        self.low_scale[row, :, groups] = low_scale.transpose(1, 2)
-
-    def formula(self) -> float:
-        return self.context.batch_size * self.tokens * self.token_bytes  # beside the ring
-
-    def decoded(self) -> Tensor:
-        return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
-
-    def past(self, row: int, n: int) -> Tensor:
-        groups = -(-n // 32)
-        keys = self.decode(self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups])
-        return self.ring.overlay(row, keys[:, :n].transpose(0, 1))
-
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        """q . (low + scale code) = q . low + (q scale) . code, in groups of 32 tokens, a plane at a time."""
-        low, scale = self.low_scale.float().unbind(-1)  # [B, Hkv, n, width]
-        weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, Hkv, n, G, width]
-        codes = self.codes.unflatten(2, (-1, 32)).mT  # [B, Hkv, n, width * bits / 8, 32]
-        planes = ((codes >> i) & (2**self.bits - 1) for i in range(0, 8, self.bits))
-        parts = (x.contiguous() for x in weights.chunk(8 // self.bits, -1))
-        coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
-        places = self.context.positions
-        coded = coded.transpose(2, 3).flatten(3)[..., : len(places)]  # of [B, Hkv, n, G, 32]
-        # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor
-        # loops over whole groups, and the tokens of the last one get no value.
-        coded = coded + (q.float() @ low.mT)[..., places // 32]  # [B, Hkv, G, S]
-        recent = q @ self.ring.vectors.mT  # [B, Hkv, G, R]
-        return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
-
-    def kernel_form(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring.vectors.transpose(1, 2)]
-
-
-class TokenValues(RingStore):
-    """Values quantised per token in groups of 32 channels; the last R are exact."""
-
-    def __init__(self, context: Context, bits: int, R: int):
-        c = context.config
-        super().__init__(context, bits, R)
-        self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
-        self.token_bytes = self.coded.token_bytes
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        self.coded.write(where, x)
-        self.ring.write(where, x)
-
-    def decoded(self) -> Tensor:
-        return self.coded.read(None)
-
-    def past(self, row: int, n: int) -> Tensor:
-        return self.ring.overlay(row, self.coded.past(row, n))
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
-        recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
-        recent = self.ring.mix(recent.masked_fill(position < 0, 0), pos)
-        return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
-
-    def kernel_form(self) -> list[Tensor]:
-        return [*self.coded.kernel_form(), self.ring.vectors.transpose(1, 2)]
-
-
-def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
-    keys = ChannelKeys(context, settings.bits, settings.residual)
-    return keys, TokenValues(context, settings.bits, keys.R)
-
-
 # -------------------------------------------------------------------------------------------------------- FDC
 
 
@@ -1873,6 +1875,12 @@ def fold_values(attention: Attention, c: ModelConfig, settings: object, artifact
     # `attend` gets v of no heads, and the latents of all heads as its last argument.
     attention.widths = [*attention.widths[:2], 0, width]
     return attention
+
+
+def own_columns(ranks: list[int], G: int) -> Tensor:
+    """Which of the numbers [Hkv, G, max rank] are a head's own, and not what it is padded with."""
+    inside = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None, None]
+    return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
 class RaggedStore(nn.Module):
@@ -1948,12 +1956,6 @@ class FdcCache(Cache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
         self.vectors.write((self.context.rows, pos), self.compress(k, pos), latent)
         return kernels.attend_ragged(self.compress(q, pos), self.vectors, pos, scale=self.scale)[:, None]
-
-
-def own_columns(ranks: list[int], G: int) -> Tensor:
-    """Which of the numbers [Hkv, G, max rank] are a head's own, and not what it is padded with."""
-    inside = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None, None]
-    return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
 fdc_tensors = of_heads("qk.basis", "v.basis", "qk.values", "v.values", rate=(float,))
@@ -2093,25 +2095,13 @@ class Method:
 
 SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "bits": 4, "form": "paper", "score": "sum"}
 SALS_PAPER |= {"sinks": 16, "critical": 432}
+SALS = "calibrate:fit_sals", sals_tensors
+ELITE = "calibrate:fit_elitekv", elite_tensors
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
-    "sals": Method(
-        SalsSettings,
-        sals_caches,
-        "calibrate:fit_sals",
-        sals_tensors,
-        fold=fold_sals,
-        local=sals_local,
-        paper=SALS_PAPER,
-    ),
+    "sals": Method(SalsSettings, sals_caches, *SALS, fold=fold_sals, local=sals_local, paper=SALS_PAPER),
     "elitekv": Method(
-        EliteSettings,
-        each_layer(EliteCache),
-        "calibrate:fit_elitekv",
-        elite_tensors,
-        random_elitekv,
-        fold_elitekv,
-        elite_local,
+        EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
     ),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),

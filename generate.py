@@ -46,7 +46,8 @@ from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gat
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COUNT = re.compile("[0-9]{1,9}")  # as a prompt: so many random tokens
+COUNT = re.compile("[0-9]{1,4000}")  # as a prompt: so many random tokens
+LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
 
 
 class Progress:
@@ -361,15 +362,21 @@ def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, 
     return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
 
 
+def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
+    """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
+    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
+    needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
+    return needs | {device.type: needs.get(device.type, 0) + sum(cache.formula() for cache in caches)}
+
+
 def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> None:
     """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
-    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
-    needs = {"cpu": rows * sum(cache.host_bytes() for cache in caches)}
-    needs[device.type] = needs.get(device.type, 0) + rows * sum(cache.formula() for cache in caches)
-    for kind, needed in needs.items():
-        share = free_memory(torch.device(kind)) / max(1, needed)
+    for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
+        share = free_memory(torch.device(kind)) / max(1, rows * needed)
         if share < 1:
-            size = f"the {method} cache of {rows} rows x {capacity} tokens needs {human(needed)} ({kind})"
+            size = (
+                f"the {method} cache of {rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
+            )
             fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
             raise UserError(f"not enough memory: {size}; {fits}")
 
@@ -532,7 +539,7 @@ class Parser(argparse.ArgumentParser):
 
     def option(self, name: str, kind: Callable, default: object, about: str, **more) -> None:
         """An option of one value, or of several (nargs, or action "append"). Its help says its default."""
-        if default is not None:
+        if default not in (None, "", []):
             shown = default if not isinstance(default, tuple | list) else " ".join(map(str, default))
             about = f"{about} (default {shown})"
         self.add_argument(name, type=kind, default=default, help=about.replace("%", "%%"), **more)
@@ -649,9 +656,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's text without a byte-order mark and with \\n for each line end, as stdin's."""
-    if path.exists() and not path.is_file():  # some have no end
-        raise UserError(f"{path}: no regular file; copy what is needed into one")
-    return path.read_text(encoding="utf-8-sig", errors=errors)
+    if path.exists() and not (path.is_file() and path.stat().st_size <= LONGEST_TEXT):  # some have no end
+        most = human(LONGEST_TEXT)
+        raise UserError(f"{path}: no regular file of at most {most}; copy what is needed into one")
+    try:
+        return path.read_text(encoding="utf-8-sig", errors=errors)
+    except UnicodeError as error:
+        raise UserError(f"{path}: not UTF-8 text; convert it first ({error})") from None
 
 
 def first_reads(read: Callable[[], str]) -> str:
@@ -674,11 +685,12 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
             prompts.append([rng.randrange(3, config.vocab_size) for _ in range(count)])
             continue
         if text == "-":
-            text = first_reads(sys.stdin.read)
+            text = first_reads(partial(sys.stdin.read, LONGEST_PROMPT + 1))  # it may have no end
         elif text.startswith("@"):
             text = read_text(Path(text[1:]))
-        if not text:
-            raise UserError("the prompt is empty; give some text, @FILE, - or a number of tokens")
+        if not 0 < len(text) <= LONGEST_PROMPT:
+            fault = "is longer than any model reads" if text else "is empty"
+            raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
         chat = [{"role": "user", "content": text}]
         prompts.append(encode_chat(tokenizer, chat, args.system) if args.chat else tokenizer.encode(text))
     rows = args.batch_size or len(prompts)

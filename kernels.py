@@ -15,8 +15,9 @@
 
 A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for NAME_reference,
 which is the truth that tests hold it to. launch_NAME checks its tensors and launches. To copy an operation,
-copy the header, which ends at the first block, and that block. On a GPU, `pytest test_all.py -k kernel` holds
-all of them to their references, and `-k compile` compiles them for GPUs that are not there.
+copy the header, which ends at the first block, that block, and what it names of other blocks (check_store,
+_nearest, matmul_codes). On a GPU, `pytest test_all.py -k kernel` holds all of them to their references, and
+`-k compile` compiles them for GPUs that are not there.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read it on the device, so
@@ -82,59 +83,6 @@ def check(**tensors: tuple) -> None:
             need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
-def check_store(
-    name: str, x: Tensor, dtype: torch.dtype, *sizes: int, scales: Tensor | None = None,
-    scales_are: tuple = (torch.float32,)
-) -> tuple[int, ...]:  # fmt: skip
-    """How many rows of a store lie between two batch entries, two KV heads and two tokens.
-
-    The store is a view x [B, Hkv, S, width]. Each row lies whole, at a multiple of its width. Each row has
-    scales, whose dtype and sizes are scales_are; they lie as the rows do."""
-    shape(name, x, dtype, *sizes)
-    width, strides = sizes[3], x.stride()
-    whole = (strides[3] == 1 or width == 1) and not any(s % width for s in strides[:3])
-    need(whole, f"{name} must be whole rows")
-    steps = tuple(s // width for s in strides[:3])
-    if scales is not None:
-        shape(f"scale of {name}", scales, scales_are[0], *sizes[:3], *scales_are[1:])
-        alike = scales.stride()[:3] == tuple(step * math.prod(scales_are[1:]) for step in steps)
-        need(alike, f"the scales of {name} must lie as their rows do")
-    return steps
-
-
-def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
-    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
-    return 4 if dtype == torch.float32 else latent.element_size()
-
-
-def extra(name: str) -> ModuleType | None:
-    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise
-        return None
-
-
-@functools.lru_cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, on GPUs of compute capability 9."""
-    return extra("hopper") if nvidia_generation(device) == 9 else None
-
-
-def nvidia_generation(device: torch.device) -> int:
-    """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
-
-
-def roomy(device: torch.device) -> bool:
-    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
-    cuda = device.type == "cuda"
-    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
-
-
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -146,7 +94,10 @@ def power2(n: int, least: int = 1) -> int:
 _padded = constexpr_function(power2)  # in kernels
 
 
-# ------------------------------------------------------------------------------------ launches that overlap
+def nvidia_generation(device: torch.device) -> int:
+    """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
 
 
 def overlapped(device: torch.device) -> dict:
@@ -154,8 +105,7 @@ def overlapped(device: torch.device) -> dict:
     dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between two kernels.
 
     Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
-    `_let_next_begin`. Each group of specialised warps that reads or writes calls it. A kernel leaves
-    `_let_next_begin` out where the next one's programs would pile up (hopper.py, keys in int8)."""
+    `_let_next_begin`. It leaves that out where the next kernel's programs would pile up."""
     return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
 
 
@@ -180,13 +130,27 @@ def _let_next_begin():
 
 
 # ------------------------------------------------------------------------------------------ codes of a token
-# Two formats of codes (ours), each with one scale a row. A row spread like normal numbers is (2 code - top)
-# scale, top = 2**bits - 1. A mixed row has int8 codes of its leading numbers and 4-bit codes of the others,
-# which mean (8 code - 60) scale.
+# Two formats of codes (ours), each with one scale a vector. Numbers of a vector spread like normal ones are
+# (2 code - top) scale, top = 2**bits - 1. A mixed vector has int8 codes of its leading numbers, and of its
+# trailing ones 4-bit codes whose levels -60, -52, .., 60 lie in the range of the int8 codes.
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
 LEVELS_APART = {2: 0.9957, 4: 0.3352}
+
+
+def four_bit_code(level):
+    """The code of a level, not yet rounded. With four_bit_level all that says what a trailing code means."""
+    return (level + 60) / 8
+
+
+def four_bit_level(code_times_8):
+    """The level of a code, from 8 times the code: in a byte's upper half that is one shift."""
+    return code_times_8 - 60
+
+
+_four_bit_code = jit(four_bit_code)
+_four_bit_level = jit(four_bit_level)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -207,7 +171,7 @@ def as_fp16(x: Tensor) -> Tensor:
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of rows spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
+    """Codes of vectors spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
     [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
     x, top = x.float(), 2**bits - 1
     step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
@@ -217,24 +181,32 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed codes of rows x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32, and
-    uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the largest that either part needs."""
+    """Mixed codes of vectors x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32,
+    and uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the larger that the parts need."""
     leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
     spread = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
     scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
     step = torch.where(scale == 0, 1, scale)[..., None]
-    codes = ((trailing / step + 60) / 8).round().clamp(0, 15)
+    codes = four_bit_code(trailing / step).round().clamp(0, 15)
     return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
 
 
 def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
     """The inverse, [..., D] fp32."""
-    return torch.cat((leading, unpack(trailing, 4).to(torch.int8) * 8 - 60), -1) * scale[..., None]
+    levels = four_bit_level(unpack(trailing, 4).to(torch.int8) * 8)
+    return torch.cat((leading, levels), -1) * scale[..., None]
+
+
+@jit
+def _nearest(x):
+    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
+    bits are 0x4B400000, the fp32 numbers are the integers."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
 def _append_kernel(
-    latent_p,  # [B, LEAD + 2 REST], a row `latent_step` numbers after the one before
+    latent_p,  # [B, LEAD + 2 REST], each row of the batch `latent_step` numbers after the one before
     v_p,  # [B, Hkv, D], likewise
     latent_step,
     v_step,
@@ -267,8 +239,9 @@ def _append_kernel(
         scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
         step = tl.where(scale == 0, 1.0, scale)
         lead = _nearest(lead / step).to(tl.int8)
-        rest = tl.sum(_nearest(tl.clamp((rest / step + 60) / 8, 0.0, 15.0)) << (half * 4), 0)
+        rest = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
         tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
+        rest = tl.sum(rest << (half * 4), 0)
         tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + row, scale)
     else:
@@ -289,39 +262,35 @@ def _append_kernel(
 @operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
 def launch_append(
     latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
-    scale: Tensor, apart: float, rest_apart: float
+    scale: Tensor
 ) -> None:  # fmt: skip
-    """Stores one new token of each batch entry at pos: its latent [B, r] and value [B, Hkv, D] in codes.
-
-    Entries of latent and v may lie any step apart. The latent goes to lead [B, 1, S, r*] int8,
-    latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2] uint8, v to codes [B, S, Hkv, D * bits / 8]
-    uint8 and scale [B, S, Hkv] fp16. apart, rest_apart: how far levels of values, and of a latent's 4-bit
-    codes, lie apart, in standard deviations."""
+    """latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any step apart, at pos [B] int32. The
+    latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2]
+    uint8, v to codes [B, S, Hkv, D * bits / 8] uint8 and scale [B, S, Hkv] fp16."""
     (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
     u8, f32 = torch.uint8, torch.float32
     for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
         shape(name, x, v.dtype, B, *sizes)
-        need(x[0].is_contiguous(), f"a batch entry of {name} must be contiguous")
-    need(BYTES in (D // 4, D // 2), f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
+        need(x[0].is_contiguous(), f"a row of {name} must be contiguous")
+    bits = BYTES * 8 // D
+    need(bits in (2, 4) and BYTES * 8 == bits * D, f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
     check(
         pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
         latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
     )  # fmt: skip
     _append_kernel[Hkv + 1, B](
-        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S, apart,
-        rest_apart, D, LEAD, REST, BYTES * 8 // D, num_warps=4, **overlapped(v.device),
+        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S,
+        LEVELS_APART[bits], LEVELS_APART[4], D, LEAD, REST, bits, num_warps=4, **overlapped(v.device),
     )  # fmt: skip
 
 
 def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
     """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it. The
     kernel writes one new token a row to stores of mixed and of spread codes."""
-    one_each = isinstance(where[1], Tensor)
-    if kernel and one_each and (latents.kind, values.kind) == ("mixed", "spread"):
+    if kernel and isinstance(where[1], Tensor) and (latents.kind, values.kind) == ("mixed", "spread"):
         codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
-        apart = LEVELS_APART[values.bits], LEVELS_APART[4]
-        launch_append(latent, v, where[1].int(), *latents.parts(), *codes, *apart)
+        launch_append(latent, v, where[1].int(), *latents.parts(), *codes)
     else:
         latents.write(where, latent[:, None])
         values.write(where, v)
@@ -447,20 +416,20 @@ def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
-def token_logits(q: Tensor, rows: Tensor, row_scale: Tensor | None = None, block: int = 0) -> Tensor:
-    """q . row of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; rows
-    [B, H, S, >= d]; row_scale [B, H, S]: of rows that are codes -> [B, H, N, S] fp32."""
-    rows = rows[..., : q.shape[-1]]
-    if row_scale is not None:  # sums of products with codes can exceed fp16's range
-        q, row_scale = q * 2**-7, row_scale * 128
+def token_logits(q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None, block: int = 0) -> Tensor:
+    """q . vector of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; vectors
+    [B, H, S, >= d]; vector_scale [B, H, S]: of vectors that are codes -> [B, H, N, S] fp32."""
+    vectors = vectors[..., : q.shape[-1]]
+    if vector_scale is not None:  # sums of products with codes can exceed fp16's range
+        q, vector_scale = q * 2**-7, vector_scale * 128
     if block:
         n = q.shape[1] - 1  # whole blocks, and the last one
-        whole = rows[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
+        whole = vectors[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
         whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
-        logits = torch.cat((whole, matmul_codes(q[:, n], rows[:, :, n * block :].mT)), -1).float()
+        logits = torch.cat((whole, matmul_codes(q[:, n], vectors[:, :, n * block :].mT)), -1).float()
     else:
-        logits = matmul_codes(q, rows.mT).float()
-    return logits if row_scale is None else logits * row_scale[:, :, None]
+        logits = matmul_codes(q, vectors.mT).float()
+    return logits if vector_scale is None else logits * vector_scale[:, :, None]
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
@@ -472,12 +441,15 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
 
 
 def scores_reference(
-    q: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0,
-    offset: Tensor | None = None, run: int = 1
+    q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
+    block: int = 0, offset: Tensor | None = None, run: int = 1
 ) -> Tensor:  # fmt: skip
     """What scores says, in PyTorch, of queries [B, H, N, d] or [B, n, H, N, d]."""
-    tokens = torch.arange(rows.shape[2], device=pos.device)
-    live, logits = tokens <= pos[:, None], token_logits(q, rows, row_scale, block)  # [B, S], [B, H, N, S]
+    tokens = torch.arange(vectors.shape[2], device=pos.device)
+    live, logits = (
+        tokens <= pos[:, None],
+        token_logits(q, vectors, vector_scale, block),
+    )  # [B, S], [B, H, N, S]
     if offset is not None:
         logits = logits + offset.mT[..., tokens // run].unflatten(1, logits.shape[1:3])
     logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
@@ -487,15 +459,8 @@ def scores_reference(
 
 
 @jit
-def _nearest(x):
-    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
-    bits are 0x4B400000, the fp32 numbers are the integers."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-
-
-@jit
-def _split_rows(x):
-    """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a row's largest
+def _split_queries(x):
+    """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a query's largest
     number. high and low are int8."""
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     x = x.to(tl.float32) * (127 / tl.maximum(largest, 1e-30))[:, None]
@@ -505,9 +470,9 @@ def _split_rows(x):
 
 @jit
 def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
-    """The queries of a tile, split for rows in int8."""
+    """The queries of a tile, split for vectors in int8."""
     query = tl.load(query_at, mask=mask, other=0.0)
-    return _split_rows(query) if SPLIT else (query, query, query)
+    return _split_queries(query) if SPLIT else (query, query, query)
 
 
 def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
@@ -516,31 +481,31 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
         return 128 if RB <= 256 else 64, RB, 4, 4 if RB < 256 else 2, 2 * SMS
     RB = min(power2(r_score, 16), 64)
-    T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of rows and of logits
+    T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of vectors and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
 
 
 @jit
 def _scores_kernel(
     query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
-    rows_p,  # [B, H, S, r] of the queries' dtype, or int8
-    row_scale_p,  # [B, H, S] fp32; None: rows are not int8
-    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . row
+    vectors_p,  # [B, H, S, r] of the queries' dtype, or int8
+    vector_scale_p,  # [B, H, S] fp32; None: vectors are not int8
+    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
     pos_p,  # [B] int32
     kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
     sum_p,  # sums of splits [B, H, splits, NP] fp32
-    query_step_b,  # numbers between the queries of two batch entries
+    query_step_b,  # numbers between the queries of two rows of the batch
     query_step_block,  # of two blocks
     query_step_h,  # of two heads
-    step_b,  # rows between two batch entries
+    step_b,  # vectors between two rows of the batch
     step_h,  # of two heads
     step_s,  # of two tokens
     S,
     tiles,
-    r_score,  # leading numbers of a row that count
-    r,  # numbers of a row
+    r_score,  # leading numbers of a vector that count
+    r,  # numbers of a vector
     scale,
     run,  # tokens of a run
     per_block,  # tiles of a block of queries; None: one block
@@ -553,7 +518,7 @@ def _scores_kernel(
     ONE_RUN: tl.constexpr,  # does a tile lie in one run?
     EACH_TILE: tl.constexpr,  # does each tile load its block's queries? Else a program has one block
 ):
-    """Stores logits scale q . row of a head's N queries. They are in log2 units, except under rule each.
+    """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under rule each.
 
     Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: less 15) and the
     sum of exp2(logit - maximum). Rule softmax stores exp2(logit - running maximum) in the logits' place, and
@@ -573,8 +538,8 @@ def _scores_kernel(
     first, stop = split * share, tl.minimum((split + 1) * share, count)
     query_at = query_p + b * query_step_b + h * query_step_h + n[:, None] * r_score + dims
     query_mask = (n < N)[:, None] & (dims < r_score)
-    # Int8 rows are multiplied as they are, by queries that are split, too.
-    SPLIT: tl.constexpr = row_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    # Int8 vectors are multiplied as they are, by queries that are split, too.
+    SPLIT: tl.constexpr = vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
     if NR == 1 and not EACH_TILE:
         queries = _tile_queries(query_at, query_mask, SPLIT)
     # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
@@ -587,33 +552,33 @@ def _scores_kernel(
             tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live = tokens < length
-        row = b * step_b + h * step_h + tokens * step_s
-        row_scale = scale
-        if row_scale_p is not None:
-            row_scale = tl.load(row_scale_p + row, mask=live, other=0.0)[:, None] * scale
+        vector = b * step_b + h * step_h + tokens * step_s
+        vector_scale = scale
+        if vector_scale_p is not None:
+            vector_scale = tl.load(vector_scale_p + vector, mask=live, other=0.0)[:, None] * scale
         logits = tl.zeros([T, NP], tl.float32)
-        row_at = rows_p + row[:, None] * r + dims
+        vector_at = vectors_p + vector[:, None] * r + dims
         if NR == 1:
-            row_tile = tl.load(row_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            vector_tile = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
             if EACH_TILE:
                 queries = _tile_queries(tile_query_at, query_mask, SPLIT)
             query, low, query_scale = queries
             if SPLIT:
-                coarse = tl.dot(row_tile, tl.trans(query), out_dtype=tl.int32)
-                fine = tl.dot(row_tile, tl.trans(low), out_dtype=tl.int32)
+                coarse = tl.dot(vector_tile, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(vector_tile, tl.trans(low), out_dtype=tl.int32)
                 logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
             else:
-                row_tile = row_tile.to(query.dtype)
-                logits = tl.dot(row_tile, tl.trans(query), logits, input_precision="ieee")
+                vector_tile = vector_tile.to(query.dtype)
+                logits = tl.dot(vector_tile, tl.trans(query), logits, input_precision="ieee")
         else:
             for i in range(0, NR * RB, RB):
                 inside = dims + i < r_score
-                row_tile = tl.load(row_at + i, mask=live[:, None] & inside, other=0.0)
+                vector_tile = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
                 part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                logits = tl.dot(row_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
+                logits = tl.dot(vector_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
         # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
         if (EACH_TILE and ONE_RUN) or tile < stop:
-            logits *= row_scale
+            logits *= vector_scale
             if offset_p is not None:
                 if ONE_RUN:
                     offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
@@ -693,34 +658,59 @@ def _reduce_scores_kernel(
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
 
 
+def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
+    """How many vectors of a store lie between two rows of the batch, two KV heads and two tokens.
+
+    parts: what is stored of a vector, each given as (view [B, H, S, *sizes] or None, dtype, *sizes). Each
+    part of a vector lies whole, at a multiple of its size, and all parts lie alike."""
+    steps = {}
+    for name, (x, dtype, *sizes) in parts.items():
+        if x is not None:
+            shape(name, x, dtype, B, H, S, *sizes)
+            size, strides = math.prod(sizes), x.stride()[:3]
+            whole = x[:1, :1, :1].is_contiguous() and not any(stride % size for stride in strides)
+            need(whole, f"{name} must be whole vectors")
+            steps[name] = tuple(stride // size for stride in strides)
+    (first, made), *others = steps.items()
+    for name, found in others:
+        need(found == made, f"{name} must lie as {first} do")
+    return made
+
+
+def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
+    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
+    return 4 if dtype == torch.float32 else latent.element_size()
+
+
 @operator(
-    lambda queries, rows, row_scale, pos, scale, rule, *_: rows.new_empty(
-        (len(rows), rows.shape[1] * (queries.shape[-2] if rule == "each" else 1), rows.shape[2]),
+    lambda queries, vectors, vector_scale, pos, scale, rule, *_: vectors.new_empty(
+        (len(vectors), vectors.shape[1] * (queries.shape[-2] if rule == "each" else 1), vectors.shape[2]),
         dtype=torch.float32,
     )
 )
 def launch_scores(
-    queries: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
+    queries: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
     block: int = 0, offset: Tensor | None = None, run: int = 1
 ) -> Tensor:  # fmt: skip
-    """Each row is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], and block is a multiple of 16.
-    rows [B, H, S, r] are a view (check_store). Rule each gives [B, H * N, S]."""
+    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], and block is a multiple of 16.
+    vectors [B, H, S, r] are a view (check_store). Rule each gives [B, H * N, S]."""
     *_, H, N, r_score = queries.shape
-    (B, _, S, r), blocks = rows.shape, tuple(queries.shape[1:-3])
+    (B, _, S, r), blocks = vectors.shape, tuple(queries.shape[1:-3])
     fits = len(queries) == B and r_score <= r
-    need(fits, f"queries {list(queries.shape)} do not fit rows {list(rows.shape)}")
+    need(fits, f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
     need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
     need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
-    dtype = queries.dtype if row_scale is None else torch.int8
-    steps = check_store("rows", rows, dtype, B, H, S, r, scales=row_scale)
+    dtype = queries.dtype if vector_scale is None else torch.int8
+    stored = {"vectors": (vectors, dtype, r), "scale of vectors": (vector_scale, torch.float32)}
+    steps = check_store(B, H, S, **stored)
     given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
     given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
     check(pos=(pos, torch.int32, B), **given)
     query_steps = (queries.stride(0), H * N * r_score, N * r_score)
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
-    T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, rows))
+    T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
     if block:
         T = min(T, block & -block)  # a power of two that divides it
     tiles = cdiv(S, T)
@@ -728,45 +718,46 @@ def launch_scores(
     splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
     each_tile = bool(block) and not splits // 2 <= cdiv(S, block) <= splits  # a block for each is one wave
     splits = cdiv(S, block) if block and not each_tile else splits
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=rows.device)
+    empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
     half = torch.float32 if queries.dtype == torch.float32 else torch.float16
     kept = empty(B, H, S, NP, dtype=half) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, rows, row_scale, offset, pos, kept, *sums, *query_steps, *steps, S, tiles,
+        queries, vectors, vector_scale, offset, pos, kept, *sums, *query_steps, *steps, S, tiles,
         r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
         cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
-        **overlapped(rows.device),
+        **overlapped(vectors.device),
     )  # fmt: skip
     if rule == "each":
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
         kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=4,
-        **overlapped(rows.device),
+        **overlapped(vectors.device),
     )  # fmt: skip
     return out
 
 
 def scores(
-    q: Tensor, rows: Tensor, row_scale: Tensor | None, pos: Tensor, scale: float, rule: str, block: int = 0,
-    offset: Tensor | None = None, run: int = 1, *, kernel: bool
+    q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
+    block: int = 0, offset: Tensor | None = None, run: int = 1, *, kernel: bool
 ) -> Tensor:  # fmt: skip
     """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
-    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. rows [B, H, S, >= d] of any
-    float dtype, or int8 codes with row_scale [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits
-    are (q . row + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of `run` tokens.
+    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. vectors [B, H, S, >= d] of any
+    float dtype, or int8 codes with vector_scale [B, H, S] fp32: a head of them serves N = Hq / H queries.
+    Logits are (q . vector + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of
+    `run` tokens.
     rule:
         each     every query's logit -> [B, H, N, S]
         softmax  the sum over a head's queries of their attention weights -> [B, H, S]
         largest  the largest of these weights, as a logarithm -> [B, H, S]
     fp32, -inf beyond pos."""
-    q = q.unflatten(-2, (rows.shape[1], -1)).to(rows.dtype if row_scale is None else q.dtype)
+    q = q.unflatten(-2, (vectors.shape[1], -1)).to(vectors.dtype if vector_scale is None else q.dtype)
     if not (kernel and block % 16 == 0):
-        return scores_reference(q, rows, row_scale, pos, scale, rule, block, offset, run)
-    given = rows, row_scale, pos.int(), scale, rule, block, offset, run
+        return scores_reference(q, vectors, vector_scale, pos, scale, rule, block, offset, run)
+    given = vectors, vector_scale, pos.int(), scale, rule, block, offset, run
     made = launch_scores(q.contiguous(), *given)
     return made.unflatten(1, q.shape[-3:-1]) if rule == "each" else made
 
@@ -924,7 +915,7 @@ def _survivors_kernel(
 def _select_kernel(
     scores_p,  # [B, S] fp32
     pos_p,  # [B] int32
-    wanted_p,  # [B] int32: how many tokens a batch entry takes; None: y
+    wanted_p,  # [B] int32: how many tokens a row of the batch takes; None: y
     key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
     index_p,  # [B, N]
     cut_p,  # [B, CHUNKS]
@@ -938,7 +929,6 @@ def _select_kernel(
     CHUNKS: tl.constexpr,
     XP: tl.constexpr,  # x, padded
     YP: tl.constexpr,  # y, padded
-    WHOLE: tl.constexpr,  # a row is more than one tile, and has no survivors
 ):
     """Stores the sinks 0 .. x - 1, and the y tokens of x .. pos - z with the best scores; -1 if there are
     fewer."""
@@ -950,22 +940,20 @@ def _select_kernel(
     scores_p += b * S
     out_p += b * (x + y)
     i = _tile_of(N, C)
-    done = not WHOLE
-    total = 0
-    if not WHOLE:
-        if key_p is None:
-            index = i
-            keys = _load_keys(scores_p, i, S, x, last)
-        else:
-            cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
-            keys = tl.load(key_p + b * N + i)
-            index = tl.load(index_p + b * N + i)
-        lo, hi, total = _threshold(keys, None, want, want)
-        if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
-            done = tl.max(cut, 0) <= hi
-        spare = tl.where(lo < hi, want - total, 0)
-        _store_kept(out_p + x, keys, index, lo, hi, spare)
-        total += spare
+    done = True
+    if key_p is None:
+        index = i
+        keys = _load_keys(scores_p, i, S, x, last)
+    else:
+        cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
+        keys = tl.load(key_p + b * N + i)
+        index = tl.load(index_p + b * N + i)
+    lo, hi, total = _threshold(keys, None, want, want)
+    if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
+        done = tl.max(cut, 0) <= hi
+    spare = tl.where(lo < hi, want - total, 0)
+    _store_kept(out_p + x, keys, index, lo, hi, spare)
+    total += spare
     if not done:  # the same over all tokens, tile by tile
         lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
         spare, total = tl.where(lo < hi, want - total, 0), last * 0
@@ -991,14 +979,13 @@ def launch_select(
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
+    need(not select_passes(S, y), f"{y} of {S} tokens are more than chunks can keep: use topk")
     i32, f32, device = torch.int32, torch.float32, scores.device
     check(pos=(pos, i32, B), scores=(scores, f32, B, S), wanted=(wanted, i32, B))
     empty = functools.partial(torch.empty, dtype=i32, device=device)
     out = empty(B, x + y)
-    plan, chunks, survivors = select_chunks(S, y), 1, (None, None, None)
-    whole = plan is None and select_passes(S, y)
-    width = 8192 if whole else power2(S, 128)
-    if plan:
+    chunks, width, survivors = 1, power2(S, 128), (None, None, None)
+    if plan := select_chunks(S, y):
         chunks, N, least, CAP = plan
         width = chunks * CAP
         survivors = (*empty(2, B, width), empty(B, chunks))
@@ -1008,7 +995,7 @@ def launch_select(
         )
     C, warps = select_config(width)
     _select_kernel[B,](
-        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y), whole,
+        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y),
         num_warps=warps, **overlapped(device),
     )  # fmt: skip
     return out
@@ -1028,7 +1015,7 @@ def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
 
 
 def select_passes(S: int, y: int) -> bool:
-    """Whether `select` must pass over such a row many times, as no chunks fit. topk is then faster."""
+    """Whether the kernel would have to pass over such a row many times, as no chunks fit: topk is faster."""
     return S > 8192 and select_chunks(S, y) is None
 
 
@@ -1062,10 +1049,13 @@ def select(
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
-# A store is a matrix. A row belongs to one token of one KV head. Its number is b * step_b + h * step_h +
-# token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
-# LOGITS multiplies them with the keys of a tile of rows, and returns logits and keys. What a format stores is
-# one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel has a name.
+# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * step_b + h * step_h
+# + token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
+# LOGITS multiplies them with the keys of a tile of tokens, and returns logits and keys. What a format stores
+# is one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel has a name.
+#
+# A plain flash-decode is here, too: read _attend_kernel with kind "plain", where QUERIES is _plain_queries,
+# LOGITS is _plain_logits and _values is _plain_values; then _attend_tile and _merge_kernel.
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
@@ -1132,13 +1122,13 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
     return Packing(bits, group, width, run, runs, planes, planes * width, planes * runs * run)
 
 
-def value_packing(D: int, bits: int, row_scale: bool = False) -> Packing:
-    """Groups have 32 channels, or all of a narrow head or of a row with one scale, as in compress.py."""
-    group, width = D if row_scale else min(32, D), D * bits // 8
+def value_packing(D: int, bits: int, vector_scale: bool = False) -> Packing:
+    """Groups have 32 channels, or all of a narrow head or of a vector with one scale, as in compress.py."""
+    group, width = D if vector_scale else min(32, D), D * bits // 8
     need(bits in (2, 4, 16), f"bits must be 2, 4 or 16, not {bits}")
     if bits == 16:
         return packing_of(bits, 1, D, power2(D))
-    fits = D % group == width % 4 == 0 and (row_scale or group == power2(group))
+    fits = D % group == width % 4 == 0 and (vector_scale or group == power2(group))
     need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
     run = min(32, width) if width == power2(width) else power2(width)
     return packing_of(bits, group, width, run)
@@ -1201,18 +1191,14 @@ def _columns(PACKING: tl.constexpr):
 # ---- formats of keys
 
 
+def rope_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp16 beside caches of 16 bits: 4 bytes a pair, with an eighth of bf16's rounding."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
 def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them. They are fp32 beside caches
-    of fp32. Else they are fp16, 4 bytes a pair, with an eighth of bf16's rounding."""
-    return torch.stack((cos, sin), -1).to(torch.float32 if dtype == torch.float32 else torch.float16)
-
-
-def rope_words(rope: Tensor, positions: int, D: int, dtype: torch.dtype) -> Tensor:
-    """Checks a table of rope_pairs -> the same, its halves as int32 words."""
-    kind = torch.float32 if dtype == torch.float32 else torch.float16
-    need(rope.ndim == 3 and len(rope) >= positions, f"rope has {len(rope)} positions, the cache {positions}")
-    check(rope=(rope, kind, len(rope), D // 2, 2))
-    return rope if kind == torch.float32 else rope.view(torch.int32)
+    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them beside caches of a dtype."""
+    return torch.stack((cos, sin), -1).to(rope_dtype(dtype))
 
 
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -1221,7 +1207,7 @@ def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
     heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
     paired = heads.transpose(1, 2).flatten(1, 2)
     padding = power2(paired.shape[1]) - paired.shape[1]
-    return torch.nn.functional.pad(paired, (0, 0, 0, padding)).contiguous()
+    return F.pad(paired, (0, 0, 0, padding)).contiguous()
 
 
 @jit
@@ -1232,26 +1218,26 @@ def _load_queries(q_p, channel, real, SHAPE: tl.constexpr):
     return tl.load(q_p + g[None, :] * SHAPE.D + channel[:, None], mask=real, other=0.0)
 
 
-def row_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    """(stores, steps, fields of Shape) of keys in rows. The other formats' checks return the same."""
+def plain_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
+    """(stores, steps, fields of Shape) of plain keys. The other formats' checks return the same."""
     (k,), (B, _, D) = keys, q.shape
-    return (k,), check_store("keys", k, q.dtype, B, Hkv, k.shape[2], D), {}
+    return (k,), check_store(B, Hkv, k.shape[2], keys=(k, q.dtype, D)), {}
 
 
 @jit
-def _row_queries(q_p, h, keys, SHAPE: tl.constexpr):
+def _plain_queries(q_p, h, keys, SHAPE: tl.constexpr):
     """The queries of a group as columns [DP, GP]."""
     d = tl.arange(0, SHAPE.DP)
     return _load_queries(q_p, d, d < SHAPE.D, SHAPE)
 
 
 @jit
-def _row_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys in rows [.., D] of q's dtype."""
+def _plain_logits(query, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of plain keys [.., D] of q's dtype."""
     (k_p,) = keys
     d = tl.arange(0, SHAPE.DP)
     mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(k_p + row[:, None] * SHAPE.D + d[None, :], mask=mask, other=0.0)
+    k = tl.load(k_p + vector[:, None] * SHAPE.D + d[None, :], mask=mask, other=0.0)
     if SHAPE.GP == 1:
         return tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale, k
     else:
@@ -1260,25 +1246,32 @@ def _row_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: t
 
 def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (latent, scale, rest, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
-    (S, r), DP, f32, split = latent.shape[2:], power2(D, 16), torch.float32, {}
-    dtype = q.dtype if scale is None else torch.int8
-    steps, wide = check_store("latents", latent, dtype, B, Hkv, S, r, scales=scale), r
+    (S, r), DP, f32 = latent.shape[2:], power2(D, 16), torch.float32
+    dtype, width = q.dtype if scale is None else torch.int8, 0 if rest is None else rest.shape[3]
     together = len({x is None for x in (scale, rest, basis_scale)}) == 1
     need(together, "codes of latents have scales, dims in 4 bits, and a basis with scales")
+    stored = {"latents": (latent, dtype, r), "scale of latents": (scale, f32)}
+    steps = check_store(B, Hkv, S, **stored, trailing=(rest, torch.uint8, width))
+    need(len(rope) >= S, f"rope has {len(rope)} positions, the cache {S}")
+    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, r + 2 * width)}
+    given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
+    pairs = rope, rope_dtype(q.dtype), len(rope), D // 2, 2
+    check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1), rope=pairs)
+    KB = ranks_at_once(r + 2 * width, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
+    KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
+    held, split = KB >= r + 2 * width, {}
     if rest is not None:
-        width, wide = rest.shape[3], r + 2 * rest.shape[3]
         first = power2(width, 32) if width < 64 else power2(width + 1) // 2
         split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
-        rest_steps = check_store("rest", rest, torch.uint8, B, Hkv, S, width)
-        need(rest_steps == steps, "a latent's dims in 4 bits must lie as its others do")
-    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, wide)}
-    given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
-    check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1))
-    KB = ranks_at_once(wide, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
-    KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
-    stores = (latent, scale, rest, basis, basis_scale, bias, rope_words(rope, S, D, q.dtype))
-    held = KB >= wide
+    words = rope if rope.dtype == f32 else rope.view(torch.int32)  # of two halves
+    stores = (latent, scale, rest, basis, basis_scale, bias, words)
     return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
+
+
+def roomy(device: torch.device) -> bool:
+    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
+    cuda = device.type == "cuda"
+    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
 
 
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
@@ -1325,19 +1318,21 @@ def _rest_basis(basis_p, h, byte, SHAPE: tl.constexpr):
 
 
 @jit
-def _add_rest(k, rest_p, row, byte, live, basis, SHAPE: tl.constexpr):
+def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
     """k + the dims in 4 bits of a tile of latents times their basis: byte j holds dims j and j + REST."""
     inside = live[:, None] & (byte < SHAPE.REST)[None, :]
-    packed = tl.load(rest_p + row[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
+    packed = tl.load(rest_p + vector[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
     low_basis, high_basis = basis
-    k = tl.dot(((packed & 15) << 3).to(tl.int8) - 60, low_basis, k, out_dtype=tl.int32)
-    return tl.dot(((packed & 240) >> 1).to(tl.int8) - 60, high_basis, k, out_dtype=tl.int32)
+    low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
+    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
+    k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
+    return tl.dot(high, high_basis, k, out_dtype=tl.int32)
 
 
 @jit
-def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _latent_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
-    [Hkv, DP, r] are of q's dtype, or int8 with a scale a row; a latent's last dims may lie in 4 bits."""
+    [Hkv, DP, r] are of q's dtype, or int8 with a scale a vector; a latent's last dims may lie in 4 bits."""
     latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
     query, basis, wide, narrow = queries
     DP: tl.constexpr = SHAPE.DP
@@ -1347,31 +1342,31 @@ def _latent_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
     SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
     LARGE: tl.constexpr = _largest_sum(query.dtype) if INT8 else 1.0
     d, pair, dims = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, SHAPE.KB)
-    k = tl.zeros([row.shape[0], DP], SUM)
+    k = tl.zeros([vector.shape[0], DP], SUM)
     for start in range(0, R, SHAPE.KB):
         inside = dims + start < R
-        left_at = latent_p + row[:, None] * R + (dims + start)[None, :]
+        left_at = latent_p + vector[:, None] * R + (dims + start)[None, :]
         left = tl.load(left_at, mask=live[:, None] & inside[None, :], other=0.0)
         right = basis if SHAPE.HELD else _load_basis(basis_p, h, dims + start, inside, SHAPE)
         k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
     if rest_p is not None:
         if SHAPE.HELD:
-            k = _add_rest(k, rest_p, row, tl.arange(0, SHAPE.WIDE), live, wide, SHAPE)
+            k = _add_rest(k, rest_p, vector, tl.arange(0, SHAPE.WIDE), live, wide, SHAPE)
             if SHAPE.NARROW > 0:
-                k = _add_rest(k, rest_p, row, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE)
+                k = _add_rest(k, rest_p, vector, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE)
         else:
             for start in range(0, SHAPE.REST, SHAPE.KB // 2):  # of a byte two dims
                 byte = start + tl.arange(0, SHAPE.KB // 2)
-                k = _add_rest(k, rest_p, row, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE)
+                k = _add_rest(k, rest_p, vector, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE)
     if INT8:
-        k = k.to(tl.float32) * (tl.load(latent_scale_p + row, mask=live, other=0.0) / LARGE)[:, None]
+        k = k.to(tl.float32) * (tl.load(latent_scale_p + vector, mask=live, other=0.0) / LARGE)[:, None]
     if bias_p is not None:
         k += (tl.load(bias_p + h * DP + d) / LARGE)[None, :]
     # The basis has RoPE pairs side by side, so that the halves of a pair lie in one thread.
     real = live[:, None] & (pair < HALF)[None, :]
     cos, sin = _load_rope(rope_p, token[:, None].to(tl.int64) * HALF + pair[None, :], real)
-    x, y = tl.split(tl.reshape(k, [row.shape[0], DP // 2, 2]))
-    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [row.shape[0], DP]).to(query.dtype)
+    x, y = tl.split(tl.reshape(k, [vector.shape[0], DP // 2, 2]))
+    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [vector.shape[0], DP]).to(query.dtype)
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -1388,7 +1383,7 @@ def _no_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _given_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _given_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Given logits [T, GP]. A query's logits lie in line, by place and not by token."""
     logits_p, step_b, step_h, step_g = keys
     g = tl.arange(0, SHAPE.GP)[None, :]
@@ -1419,7 +1414,7 @@ def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _channel_logits(query, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of KIVI's keys. Rows hold codes. 32 tokens are a group: they share a minimum and a scale
     of each channel. PER tokens of a tile lie in one group. The last R tokens are read from a ring."""
     codes_p, low_scale_p, ring_p, R, Hkv = keys
@@ -1428,11 +1423,11 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
     PLANES: tl.constexpr = CODES.PLANES
     RUN: tl.constexpr = CODES.RUN
     PER: tl.constexpr = SHAPE.PER
-    T: tl.constexpr = row.shape[0]
+    T: tl.constexpr = vector.shape[0]
     byte = tl.arange(0, RUN)
     mask = live[:, None] & (byte < CODES.WIDTH)[None, :]
-    codes = tl.load(codes_p + row[:, None] * CODES.WIDTH + byte[None, :], mask=mask, other=0)
-    group = tl.max(tl.reshape(tl.where(live, row // 32, -1), [T // PER, PER]), 1)
+    codes = tl.load(codes_p + vector[:, None] * CODES.WIDTH + byte[None, :], mask=mask, other=0)
+    group = tl.max(tl.reshape(tl.where(live, vector // 32, -1), [T // PER, PER]), 1)
     channel, inside = _columns(CODES)
     mask = (group >= 0)[:, None] & inside[None, :]
     pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
@@ -1449,7 +1444,7 @@ def _channel_logits(query, keys, b, h, row, place, token, live, pos, scale, SHAP
 
 @jit
 def _rank(table_p, row, h, Hkv, UNIT: tl.constexpr):
-    """A number of rank_table. The compiler sees that UNIT divides it, so that rows are aligned."""
+    """A number of rank_table. The compiler sees that UNIT divides it, so that vectors are aligned."""
     return tl.load(table_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
 
 
@@ -1464,7 +1459,7 @@ def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _ragged_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V' [B, S, d_v]
     of each head."""
     query, d_qk, d_v, before_k, before_v = queries
@@ -1477,7 +1472,7 @@ def _ragged_logits(queries, keys, b, h, row, place, token, live, pos, scale, SHA
 
 
 KEYS = {  # kind -> its check, QUERIES, LOGITS
-    **dict.fromkeys(("plain", "rows"), (row_keys, _row_queries, _row_logits)),
+    **dict.fromkeys(("plain", "mla"), (plain_keys, _plain_queries, _plain_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
     "logits": (given_logits, _no_queries, _given_logits),
@@ -1489,16 +1484,17 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
     """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum, scale) of
-    each group, or one scale a row."""
+    each group, or one scale a vector."""
     v, low_scale, ring = (*values, None, None)[:3]
     B, Hkv, _, width = v.shape
     paired, R = low_scale is not None and low_scale.ndim == 5, 1
     packing = value_packing(width * 8 // bits if bits < 16 else width, bits, not paired)
+    need(bits == 16 or low_scale is not None, f"values of {bits} bits need low_scale")
+    pairs = (packing.D // packing.GROUP, 2) if paired else ()
+    stored = {"values": (v, q.dtype if bits == 16 else torch.uint8, width)}
+    steps = check_store(*v.shape[:3], **stored, **{"scale of values": (low_scale, torch.float16, *pairs)})
     if bits == 16:
-        return (v, None, None, R, Hkv), check_store("values", v, q.dtype, *v.shape), packing
-    need(low_scale is not None, f"values of {bits} bits need low_scale")
-    pairs = (torch.float16, packing.D // packing.GROUP, 2) if paired else (torch.float16,)
-    steps = check_store("values", v, torch.uint8, *v.shape, scales=low_scale, scales_are=pairs)
+        return (v, None, None, R, Hkv), steps, packing
     if ring is not None:
         R = ring.shape[1]
         check(**{"ring of values": (ring, q.dtype, B, R, Hkv, packing.D)})
@@ -1519,17 +1515,17 @@ def _from_ring(x, ring_p, R, Hkv, b, h, token, live, pos, PACKING: tl.constexpr)
 
 
 @jit
-def _plain_values(v_p, row, live, PACKING: tl.constexpr):
-    """V [T, C] of 16 bits or fp32, rows [.., DV], in the columns of PACKING."""
+def _plain_values(v_p, vector, live, PACKING: tl.constexpr):
+    """V [T, C] of 16 bits or fp32, stored as [.., DV], in the columns of PACKING."""
     channel, inside = _columns(PACKING)
-    at = v_p + row[:, None] * PACKING.D + channel[None, :]
+    at = v_p + vector[:, None] * PACKING.D + channel[None, :]
     return tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
 
 
 @jit
-def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group]. With one
-    scale [..] a row they mean (2 code - 2**bits + 1) scale."""
+    scale [..] a vector they mean (2 code - 2**bits + 1) scale."""
     BITS: tl.constexpr = PACKING.BITS
     PLANES: tl.constexpr = PACKING.PLANES
     WIDTH: tl.constexpr = PACKING.WIDTH
@@ -1537,29 +1533,31 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
     WORDS: tl.constexpr = PACKING.RUN // 4
     GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
     PAIRED: tl.constexpr = pairs_p.dtype.element_ty == tl.int32
-    T: tl.constexpr = row.shape[0]
+    T: tl.constexpr = vector.shape[0]
     # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as one word. A
     # run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has one,
     # [T, PLANES, 1, WORDS, 1].
     word = tl.arange(0, RUNS * WORDS)[None, :]
-    code_at = codes_p + row[:, None] * (WIDTH // 4) + word
+    code_at = codes_p + vector[:, None] * (WIDTH // 4) + word
     if not PAIRED:
         code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
-        # Two rows' scales as one word: what is loaded ahead has four bytes at least.
-        both = tl.load(pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (row >> 1), mask=live, other=0)
-        half = _half_at(both, ((row & 1) << 4).to(tl.int32))[:, None, None, None, None]
+        # Two vectors' scales as one word: what is loaded ahead has four bytes at least.
+        both = tl.load(
+            pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (vector >> 1), mask=live, other=0
+        )
+        half = _half_at(both, ((vector & 1) << 4).to(tl.int32))[:, None, None, None, None]
         low, step = half * (1.0 - 2**BITS), half * 2
     elif RUNS * WORDS * 4 == WIDTH:
         code = tl.load(code_at, mask=live[:, None], other=0)
         # Groups lie in the order of runs, so that one wide load takes them.
         group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
-        pair_at = pairs_p + row[:, None] * GROUPS + group[None, :]
+        pair_at = pairs_p + vector[:, None] * GROUPS + group[None, :]
         pairs = tl.reshape(tl.load(pair_at, mask=live[:, None], other=0), [T, PLANES, RUNS, 1, 1])
     else:
         code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
         channel = (tl.arange(0, PLANES) * WIDTH)[:, None] + (tl.arange(0, WORDS) * 4)[None, :]
         group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
-        pair_at = pairs_p + row[:, None, None] * GROUPS + group[None, :, :]
+        pair_at = pairs_p + vector[:, None, None] * GROUPS + group[None, :, :]
         pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
     # 2. Decode without conversions, which run at a quarter of the rate. A rotation brings a byte to the top
     # of a mantissa, and a mask leaves one code. The number reads 1 + code / 2**n, n = 8 less the code's first
@@ -1581,16 +1579,16 @@ def _code_values(codes_p, pairs_p, row, live, dtype: tl.constexpr, PACKING: tl.c
 
 
 @jit
-def _values(values, k, b, h, row, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
+def _values(values, k, b, h, vector, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
     """V [T, C], plain or decoded. Beside codes the last R tokens may lie in a ring [B, R, Hkv, DV]. Without
     stored values V is the keys k."""
     values_p, pairs_p, ring_p, R, Hkv = values
     if values_p is None:
         v = k
     elif pairs_p is None:
-        v = _plain_values(values_p, row, live, PACKING)
+        v = _plain_values(values_p, vector, live, PACKING)
     else:
-        v = _code_values(values_p, pairs_p, row, live, dtype, PACKING)
+        v = _code_values(values_p, pairs_p, vector, live, dtype, PACKING)
         if ring_p is not None:
             v = _from_ring(v, ring_p, R, Hkv, b, h, token, live, pos, PACKING)
     return v
@@ -1622,14 +1620,14 @@ def _attend_kernel(
     keys,  # what the format of keys stores
     values,  # what packed_values gives
     index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
-    index_step,  # numbers between two batch entries of the index
+    index_step,  # numbers between two rows of the index
     window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
     window_v_p,  # [B, z, Hkv, DV]
     pos_p,  # [B] int32
     max_p,  # [B, Hq, splits] fp32; None: there is one split
     sum_p,  # [B, Hq, splits] fp32
     out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
-    key_step_b,  # rows of keys between two batch entries
+    key_step_b,  # vectors of keys between two rows of the batch
     key_step_h,  # of two KV heads
     key_step_s,  # of two tokens
     value_step_b,  # the same of values
@@ -1679,13 +1677,13 @@ def _attend_kernel(
     if window_k_p is not None:
         if split == splits - 1:
             exact_k = (window_k_p,)
-            exact = _row_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
+            exact = _plain_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
             for start in tl.range(0, z, T, num_stages=1):
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
-                row = (b * z + slot) * Hkv + h
-                logits, _ = _row_logits(exact, exact_k, b, h, row, slot, slot, live, pos, scale, SHAPE)
-                v = _plain_values(window_v_p, row, live, PACKING)
+                vector = (b * z + slot) * Hkv + h
+                logits, _ = _plain_logits(exact, exact_k, b, h, vector, slot, slot, live, pos, scale, SHAPE)
+                v = _plain_values(window_v_p, vector, live, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
     for tile in tl.range(first, stop, num_stages=SHAPE.STAGES):
@@ -1697,10 +1695,10 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
-        key_row = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
-        value_row = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
-        logits, k = LOGITS(queries, keys, b, h, key_row, place, token, live, pos, scale, SHAPE)
-        v = _values(values, k, b, h, value_row, token, live, pos, dtype, PACKING)
+        key_vector = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
+        value_vector = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
+        logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, pos, scale, SHAPE)
+        v = _values(values, k, b, h, value_vector, token, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1773,6 +1771,22 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     return out
 
 
+def extra(name: str) -> ModuleType | None:
+    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
+    try:
+        return importlib.import_module(f"extras.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", f"extras.{name}"):
+            raise
+        return None
+
+
+@functools.lru_cache
+def hopper(device: torch.device) -> ModuleType | None:
+    """extras/hopper.py, on GPUs of compute capability 9."""
+    return extra("hopper") if nvidia_generation(device) == 9 else None
+
+
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
     """The shape of what attend gives."""
     return q.new_empty(*q.shape[:2], values[0].shape[3] * max(1, 8 // bits))
@@ -1786,7 +1800,7 @@ def launch_attend(
     """attend, over what stores hold: views [B, Hkv, S, width] (check_store), unless a shape is given. kind of
     the keys:
         plain    k [.., D] of q's dtype
-        rows     the same; values are a key's DV leading numbers
+        mla      the same; values are a key's DV leading numbers
         latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
                  in a byte (quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
                  scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
@@ -1797,7 +1811,7 @@ def launch_attend(
         logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong to the
                  tokens of an index [B, n]; without one to all
     values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8 and
-    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a row. If the last R tokens are read
+    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a vector. If the last R tokens are read
     from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
     for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
     window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
@@ -1809,7 +1823,7 @@ def launch_attend(
     check_keys, *functions = KEYS[kind]
     key_stores, key_steps, sizes = check_keys(q, keys, Hkv)
     value_stores, value_steps, packing = (None,) * 5, (0, 0, 0), packing_of(16, 1, DV, power2(D, 16))
-    if kind != "rows":
+    if kind != "mla":
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
     need(len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}")
@@ -1826,12 +1840,12 @@ def launch_attend(
         made = faster.attend(q, kind, keys, values, bits, pos, index, window, scale, *stores)
         if made is not None:
             return made
-    programs = max(Hkv, sets)  # of a batch entry and split
+    programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
     if kind == "channels" and index is not None:
         sizes["PER"] = 1  # each chosen token looks its group up
-    if kind == "rows":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
+    if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
@@ -1852,7 +1866,7 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
 
 def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
-    if kind == "rows":
+    if kind == "mla":
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
     if itemsize == 4:
         return 32, 4, 2, 4
@@ -1866,16 +1880,9 @@ def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> 
 
 
 def attend(
-    q: Tensor,
-    keys,
-    values,
-    pos: Tensor,
-    index: Tensor | None = None,
-    window=(),
-    *,
-    scale: float,
-    kernel: bool,
-) -> Tensor:
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, window=(), *, scale: float,
+    kernel: bool
+) -> Tensor:  # fmt: skip
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
 
     keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_stores calls.
@@ -1914,15 +1921,15 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: flo
     """Attention over latents [B, S, W] that all heads share, as in MLA's absorbed decode: q [B, Hq, W] ->
     [B, Hq, DV]. A latent is the key, and its leading DV numbers are the value.
 
-    Sums of rows beyond 512 numbers (256 in fp32) do not fit in a kernel's registers: there scores makes the
-    logits, and attend_logits reads the values again."""
-    q, pos, rows = q.contiguous(), pos.int(), latent[:, None]
+    Sums of latents beyond 512 numbers (256 in fp32) do not fit in a kernel's registers. There scores makes
+    the logits, and attend_logits reads the values again."""
+    q, pos, vectors = q.contiguous(), pos.int(), latent[:, None]
     if not kernel:
         live = torch.arange(latent.shape[1], device=pos.device) <= pos[:, None]
-        return attend_reference(q, rows, rows[..., :DV], live, scale)
+        return attend_reference(q, vectors, vectors[..., :DV], live, scale)
     if q.shape[2] * q.element_size() <= 1024:
-        return launch_attend(q, "rows", [rows], [rows[..., :DV]], 16, pos, None, [], scale)
-    logits = launch_scores(q[:, None], rows, None, pos, scale, "each")[:, None]
+        return launch_attend(q, "mla", [vectors], [vectors[..., :DV]], 16, pos, None, [], scale)
+    logits = launch_scores(q[:, None], vectors, None, pos, scale, "each")[:, None]
     width = math.gcd(512, DV, q.shape[2])  # of blocks, which take the places of KV heads
     blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
     out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos, kernel=True)
@@ -1943,7 +1950,7 @@ def rank_table(ranks: list[int], device: torch.device) -> Tensor:
 def launch_attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one new token of each batch entry over the tokens 0..pos of heads of unequal rank.
+    """Attention of one new token of each row over the tokens 0..pos of heads of unequal rank.
 
     q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)], K' [B, S, d_qk] of each head,
     then V' [B, S, d_v] of each head; ranks, d_qk of all heads, then d_v; table, their rank_table; scale, that
@@ -1972,9 +1979,8 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
     has a table, else a head is attended at a time."""
     if vectors.table is not None:
         stored = vectors.packed, vectors.table, vectors.ranks
-        return launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale).flatten(1)[
-            :, vectors.v_columns
-        ]
+        out = launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale)
+        return out.flatten(1)[:, vectors.v_columns]
     views = vectors.views()
     live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
     heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
@@ -2145,7 +2151,7 @@ def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) 
     if M > LINEAR_ROWS:
         weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
         _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
-        return torch.nn.functional.linear(x, weight, bias)
+        return F.linear(x, weight, bias)
     out, (MP, BN, BK, STAGES) = torch.empty(M, N, **like), linear_config(M, N, x.element_size())
     sizes = M, N, K, MP, BN, BK, K % BK == 0, STAGES
     _linear_kernel[cdiv(M, MP), cdiv(N, BN)](

@@ -495,37 +495,45 @@ def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from zip((f"{prefix}{layer}{name}.{kind}" for name in hf), views, strict=True)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, as its index names them. Raises UserError where one is missing."""
-    files, index = [folder / "model.safetensors"], folder / "model.safetensors.index.json"
-    if index.is_file() and not files[0].is_file():
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The safetensors files of a folder, with the tensors to read from each by the index (None: all).
+    Raises UserError where one is missing."""
+    single, index, files = folder / "model.safetensors", folder / "model.safetensors.index.json", {}
+    if index.is_file() and not single.is_file():
         with checked(index, "not a usable index"):
-            files = sorted({folder / Path(name).name for name in read_json(index)["weight_map"].values()})
+            for name, file in sorted(read_json(index)["weight_map"].items(), key=lambda item: item[1]):
+                files.setdefault(folder / Path(file).name, set()).add(name)
+    files = files or {single: None}
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]} is missing; download the model again, saved as safetensors")
     return files
 
 
-def find_weights(files: list[Path], config: ModelConfig) -> dict[str, Path]:
+def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dict[str, Path]:
     """Which file holds each tensor, by the files' headers. UserError for a damaged file, and for the first
     tensor that is not as the config asks.
 
     A tied model's one matrix may have either of two names. A model whose files have both is not tied."""
     found, embeddings, head = {}, "model.embed_tokens.weight", "lm_head.weight"
-    for file in files:
+    folder = next(iter(files)).parent
+    for file, indexed in files.items():
         with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
-            names = (name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq"))  # unused
+            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]  # unused
+            if stale := [name for name in names if indexed and name not in indexed]:
+                fault = f"left out {len(stale)} tensors that the index does not name here, such as {stale[0]}"
+                print(f"note: {file}: {fault}", file=sys.stderr)
+            names = [name for name in names if name not in stale]
             found |= {name: (file, tensors.get_slice(name).get_shape()) for name in names}
     if config.tied and head in found:
         config.tied = embeddings not in found
         if config.tied:
             found[embeddings] = found.pop(head)
     if config.n_layers > len(found):
-        raise UserError(f"{files[0].parent}: {len(found)} tensors cannot be {config.n_layers} layers")
+        raise UserError(f"{folder}: {len(found)} tensors cannot be {config.n_layers} layers")
     with torch.device("meta"):
         asked = {name: list(slot.shape) for name, slot in weight_slots(Llama(config))}
     for name in asked | found:
-        file, shape = found.get(name, (files[0].parent, "missing"))
+        file, shape = found.get(name, (folder, "missing"))
         if shape != asked.get(name):
             fault = f"is {shape}, config.json asks for {asked.get(name, 'none')}"
             raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
@@ -555,11 +563,14 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by PyTorch
         return torch.cuda.mem_get_info(device)[0] + unused
-    limits, groups = [sys.maxsize], ("memory.max", "memory/memory.limit_in_bytes")  # a container's
-    for file, unit in (("proc/meminfo", 1024), *((f"sys/fs/cgroup/{name}", 1) for name in groups)):
-        with suppress(OSError, LookupError):
-            found = re.findall(r"^(?:MemAvailable: *)?(\d+)", (root / file).read_text(), re.M)
-            limits.append(int(found[0]) * unit)
+    limits, groups = [sys.maxsize], (("memory.max", "anon"), ("memory/memory.limit_in_bytes", "total_rss"))
+    with suppress(OSError, LookupError):
+        limits += [int(re.findall(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())[0]) * 1024]
+    for name, in_use in groups:  # of a container; pages of files can be dropped
+        with suppress(OSError, LookupError, ValueError):
+            file = root / "sys/fs/cgroup" / name
+            used = re.findall(rf"^{in_use} (\d+)", (file.parent / "memory.stat").read_text(), re.M)[0]
+            limits.append(int(file.read_text()) - int(used))
     return min(limits)
 
 
@@ -611,8 +622,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
             if ranks()[0] and name.endswith(("o_proj.bias", "down_proj.bias")):
                 slot.zero_()  # one rank adds it to the sum
             if not torch.stack(slot.aminmax()).isfinite().all():
-                fault = f"tensor {name} is not finite in {dtype}; use --dtype bf16, or download it again"
-                raise UserError(f"{file_of[name]}: {fault}")
+                advice = "use --dtype bf16" if tensor.isfinite().all() else "download it again"
+                raise UserError(f"{file_of[name]}: tensor {name} is not finite in {dtype}; {advice}")
 
     return build(config, device, dtype, fill, fold, fingerprint(files))
 
@@ -649,6 +660,7 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": T
 NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
     "Prepend": {"prepend": ""},
     "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
+    "ByteLevel": {"add_prefix_space": False},
 }
 
 
@@ -822,7 +834,8 @@ def tokenizer_json(folder: Path, settings: dict) -> tuple[dict, dict]:
         raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
     content = model.read_bytes()
     is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content)
-    return tiktoken_json(content) if is_tiktoken else sentencepiece_json(content, settings)
+    with checked(model, "not a valid tokenizer"):
+        return tiktoken_json(content) if is_tiktoken else sentencepiece_json(content, settings)
 
 
 def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:

@@ -1,10 +1,12 @@
 """Time decode steps and one layer's attention over filled caches, and draw tables.
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
+    python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench plot docs/eval-nano.csv docs/speed.csv --out docs
-A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. No prompt
-is read: the caches are filled with random numbers. Dense comes first for each shape, sequences and tokens.
+A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. SEQUENCES:
+a number, or max for as many as fit. No prompt is read: the caches are filled with random numbers. Dense comes
+first for each shape, sequences and tokens.
 """
 
 import argparse
@@ -29,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_folder
-from generate import Engine, Parser, Sampling, clock
-from model import SHAPES, UserError
+from compress import settings_from
+from generate import Engine, Parser, Sampling, clock, whole
+from model import SHAPES, UserError, free_memory
 
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
@@ -41,7 +44,7 @@ COSTS = ("bytes/token", "read/step")  # columns of eval's table
 class Row(NamedTuple):
     label: str
     shape: str
-    sequences: int
+    sequences: int  # 0: as many as fit
     tokens: int
     options: str = "--method dense"
 
@@ -49,22 +52,28 @@ class Row(NamedTuple):
     def parse(cls, text: str) -> "Row":
         try:
             label, shape, sequences, tokens, options = map(str.strip, text.split("|"))
-            return cls(label, shape, int(sequences), int(tokens), options)
+            return cls(label, shape, 0 if sequences == "max" else int(sequences), int(tokens), options)
         except ValueError:
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
 
-def filled_engine(row: Row, device: str, *more: str, **changes) -> Engine:
+def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
     """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
-    more: options; changes: of the shape."""
+    more: options; changes: of the shape. share: of the free memory, for as many sequences as fit."""
     shapes, line = SHAPES | {"nano": NANO}, f"--prompt {row.tokens} {row.options}"
     if row.shape not in shapes:
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
-    config, size = dataclasses.replace(shapes[row.shape], **changes), (row.sequences, row.tokens + ROOM)
+    config, capacity = dataclasses.replace(shapes[row.shape], **changes), row.tokens + ROOM
     model, _ = generate.load(config, device, args.dtype, args.weights, args.method, args.options)
-    how = Sampling(), args.compile, args.kernels
-    engine = generate.build_engine(config, model, args.method, args.options, *size, *how)
+    sequences, how = row.sequences, (Sampling(), args.compile, args.kernels)
+    if not sequences:
+        settings = settings_from(args.method, args.options)
+        artifact = generate.artifact_for(config, args.method, model)
+        needs = generate.row_bytes(model, args.method, settings, artifact, capacity).items()
+        fits = (free_memory(torch.device(kind)) / max(1, needed) for kind, needed in needs)
+        sequences = max(1, int(share * min(fits)))
+    engine = generate.build_engine(config, model, args.method, args.options, sequences, capacity, *how)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
             if part.dtype in (torch.uint8, torch.int8):
@@ -86,9 +95,31 @@ def times_of(run: Callable, device: torch.device, runs: int) -> list[float]:
 
 
 def time_step(row: Row, device: str) -> Iterator[dict]:
-    """Milliseconds of a decode step: the median, least and most of five times 24. Bytes of all caches, and
-    those that a step reads."""
-    engine = filled_engine(row, device)
+    """Milliseconds of a decode step: the median, least and most of five times 24. Tokens a second of all
+    rows. Bytes of all caches, and those that a step reads."""
+    yield step_figures(filled_engine(row, device), row)
+
+
+def time_throughput(row: Row, device: str) -> Iterator[dict]:
+    """Tokens a second: a decode step over as many rows as fit the memory beside the weights. read_s: seconds
+    to read their prompts, of which one is read and timed."""
+    for share in (0.97, 0.9, 0.8, 0.6):  # what a step computes takes memory, too
+        try:
+            engine = filled_engine(row, device, share=share)
+            figures, ids = step_figures(engine, row), [7] * row.tokens
+            prompts = [ids, *[[]] * (engine.context.batch_size - 1)]
+            seconds = times_of(lambda: engine.prefill(prompts), engine.pos.device, 1)[0] / 1e6  # noqa: B023
+            yield figures | {"read_s": seconds * len(prompts)}
+            return
+        except torch.OutOfMemoryError:
+            engine = None
+            gc.collect()
+            torch.cuda.empty_cache()
+    raise UserError("not enough memory")
+
+
+def step_figures(engine: Engine, row: Row) -> dict:
+    rows = engine.context.batch_size
 
     def steps() -> None:
         engine.pos.fill_(row.tokens)
@@ -97,18 +128,31 @@ def time_step(row: Row, device: str) -> Iterator[dict]:
 
     times = [us / 24e3 for us in times_of(steps, engine.pos.device, 5)]
     held = sum(cache.measured() + cache.host_bytes() for cache in engine.caches)
-    read = row.sequences * sum(cache.bytes_read(row.tokens) for cache in engine.caches)
-    yield {"ms": times[2], "least": times[0], "most": times[-1], "bytes": held, "bytes_read": read}
+    read = rows * sum(cache.bytes_read(row.tokens) for cache in engine.caches)
+    figures = {"batch": rows, "ms": times[2], "least": times[0], "most": times[-1]}
+    return figures | {"tokens_per_s": rows / times[2] * 1e3, "bytes": held, "bytes_read": read}
+
+
+def given_rows(args: argparse.Namespace) -> list[Row]:
+    lines = generate.read_text(args.rows).splitlines() if args.rows else []
+    return [Row.parse(text) for text in (*args.row, *lines)]
+
+
+def throughput_rows(args: argparse.Namespace) -> list[Row]:
+    sizes, more = (
+        itertools.product(args.model, args.lengths),
+        f" --weights {args.weights}" * bool(args.weights),
+    )
+    every = [(size, method) for size in sizes for method in dict.fromkeys(("dense", *args.method))]
+    return [Row(method, name, 0, n, f"--method {method}{more}") for (name, n), method in every]
 
 
 @torch.no_grad()
 def run_rows(args: argparse.Namespace) -> None:
-    rows = [Row.parse(text) for text in args.row]
-    rows += [Row.parse(line) for line in generate.read_text(args.rows).splitlines()] if args.rows else []
-    table = []
+    rows, table = args.rows_of(args), []
     for size in dict.fromkeys(row[1:4] for row in rows):
-        others = [row for row in rows if row[1:4] == size and row.label != "dense"]
-        for row in [Row("dense", *size), *others]:
+        alike = {"dense": Row("dense", *size)} | {row.label: row for row in rows if row[1:4] == size}
+        for row in alike.values():
             about = {"model": row.shape, "batch": row.sequences, "length": row.tokens, "method": row.label}
             try:
                 for figures in args.measure(row, args.device):
@@ -168,13 +212,13 @@ def bytes_moved(name: str, args: tuple, out) -> float:
 def time_layer(row: Row, device: str) -> Iterator[dict]:
     """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
     each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
-    plain K and V, on CUDA cuDNN's. limit_us: a large read of as many bytes. share: limit_us / us."""
+    plain K and V, on CUDA cuDNN's. limit_us: as many bytes in a large copy. share: limit_us / us."""
     engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
     layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
     reads = [partial(torch.amax, large, -1)] * 8
-    reads_us = median_us(reads, pos.device)
+    reads_us, bandwidth = median_us(reads, pos.device), generate.measure_bandwidth(pos.device)
 
     def cold_us(call: Callable) -> float:
         calls = [part for read in reads for part in (read, call)]
@@ -197,7 +241,7 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
         name = function._opname
         timed.append((name, partial(function, *args), bytes_moved(name, args, out)))
     for name, call, nbytes in timed:
-        us, limit = cold_us(call), nbytes * reads_us / (len(reads) * large.nbytes)
+        us, limit = cold_us(call), nbytes / bandwidth * 1e6
         figures = {"us": us, "dense_us": dense_us, "limit_us": limit, "share": limit / us}
         yield {"operation": name, "bytes": round(nbytes)} | figures
 
@@ -278,13 +322,20 @@ def run_plot(args: argparse.Namespace) -> None:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, measure in (("step", time_step), ("speed", time_layer)):
+    for name, measure in (("step", time_step), ("throughput", time_throughput), ("speed", time_layer)):
         p = commands.add_parser(name, help=measure.__doc__.split(":")[0], description=measure.__doc__)
-        p.set_defaults(run=run_rows, measure=measure)
+        p.set_defaults(run=run_rows, measure=measure, rows_of=given_rows)
         generate.add_device_option(p)
-        p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
-        p.option("--rows", Path, None, "a file of rows", metavar="FILE")
         p.option("--csv", writable_file, None, "also write the table to this file")
+        if measure is time_throughput:
+            p.set_defaults(rows_of=throughput_rows)
+            p.option("--model", str, ["llama-3.1-8b"], "shapes of random weights", nargs="+")
+            p.option("--lengths", whole(1), [8192, 32768], "tokens of a row", nargs="+")
+            p.option("--method", str, ["sals"], "beside dense", nargs="+")
+            generate.add_weights_option(p)
+        else:
+            p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
+            p.option("--rows", Path, None, "a file of rows", metavar="FILE")
     p = commands.add_parser("plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__)
     p.set_defaults(run=run_plot)
     p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, ranks or train --log")

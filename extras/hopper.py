@@ -96,7 +96,7 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 @gluon.jit
 def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which rows, of S a batch entry, hold the tokens of T places in line from `start` on. Dead slots read
+    """Which vectors, of S a row, hold the tokens of T places in line from `start` on. Dead slots read
     token 0, which is always written: no masks on the tiles, and no NaN."""
     line = start + gl.arange(0, T, layout=LAYOUT)
     token = gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=0)
@@ -105,8 +105,8 @@ def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def _unpack(packed):
-    """The two codes c of each byte as 8 c - 60 in int8, four bytes at a time: bits 5 to 3 are those of c,
-    bit 2 is set, and the upper two are what the first bit of c is not."""
+    """The levels of the two codes of each byte (kernels.four_bit_level) in int8, four bytes at a time: bits 5
+    to 3 are the code's last three, bit 2 is set, and the upper two are what its first bit is not."""
     ptx: gl.constexpr = """{ .reg .b32 low, high;
         shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
         shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
@@ -227,7 +227,7 @@ def _streamed_logits_kernel(
     basis,  # [Hkv * D, r], in blocks [D, KB]
     basis_scale_p,  # [Hkv, D] fp32, or None
     bias_p,  # [Hkv, D] fp32, or None
-    rope_p,  # [>= S, D / 2] words of rope_words
+    rope_p,  # [>= S, D / 2] words of rope_pairs
     logits_p,  # [B, Hkv, G, n] fp32
     B, n, S, Hkv, G: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
     RESTS: gl.constexpr, SLOTS: gl.constexpr,

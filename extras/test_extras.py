@@ -811,6 +811,21 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
         assert row["operation"] == "attention" and share == pytest.approx(limit / us) and limit > 0
 
 
+def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config(n_layers=2))
+    monkeypatch.setattr(bench, "free_memory", lambda device: 1 << 21)
+    line = "bench throughput --model tiny --lengths 40 --method kivi lrqk"
+    assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
+    dense, kivi, lrqk = csv.DictReader((tmp_path / "t.csv").open())
+    a_row = 2 * 2 * 2 * 64 * 4 * (40 + bench.ROOM) // 2
+    assert [row["method"] for row in (dense, kivi, lrqk)] == ["dense", "kivi", "lrqk"]
+    assert int(dense["batch"]) == int(0.97 * 2**21 / a_row) < int(kivi["batch"])
+    assert int(lrqk["batch"]) <= int(dense["batch"])  # on a CPU all that it keeps is one memory's
+    for row in (dense, kivi, lrqk):
+        rate = int(row["batch"]) / float(row["ms"]) * 1e3
+        assert float(row["tokens_per_s"]) == pytest.approx(rate) and float(row["read_s"]) > 0
+
+
 def test_a_row_that_cannot_run_is_named_and_the_others_go_on(cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config())
     code, out, err = cli(f"bench step --row {TINY_ROW.format('odd', 'magic')}")
