@@ -239,9 +239,8 @@ def _append_kernel(
         scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
         step = tl.where(scale == 0, 1.0, scale)
         lead = _nearest(lead / step).to(tl.int8)
-        rest = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
+        rest = tl.sum(_nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0)) << (half * 4), 0)
         tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
-        rest = tl.sum(rest << (half * 4), 0)
         tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + row, scale)
     else:
@@ -1324,8 +1323,8 @@ def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
     packed = tl.load(rest_p + vector[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
     low_basis, high_basis = basis
     low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
-    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
     k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
+    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
     return tl.dot(high, high_basis, k, out_dtype=tl.int32)
 
 
