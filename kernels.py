@@ -239,9 +239,8 @@ def _append_kernel(
         scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
         step = tl.where(scale == 0, 1.0, scale)
         lead = _nearest(lead / step).to(tl.int8)
-        rest = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
+        rest = tl.sum(_nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0)) << (half * 4), 0)
         tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
-        rest = tl.sum(rest << (half * 4), 0)
         tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + row, scale)
     else:
@@ -496,12 +495,8 @@ def _scores_kernel(
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
     sum_p,  # sums of splits [B, H, splits, NP] fp32
-    query_step_b,  # numbers between the queries of two rows of the batch
-    query_step_block,  # of two blocks
-    query_step_h,  # of two heads
-    step_b,  # vectors between two rows of the batch
-    step_h,  # of two heads
-    step_s,  # of two tokens
+    query_steps,  # numbers between the queries of two rows of the batch, two blocks and two heads
+    steps,  # vectors between two rows of the batch, two heads and two tokens
     S,
     tiles,
     r_score,  # leading numbers of a vector that count
@@ -534,9 +529,9 @@ def _scores_kernel(
     share = tl.cdiv(count, splits)
     if per_block is not None and not EACH_TILE:
         share = per_block
-        query_p += tl.cast(split, tl.int64) * query_step_block
+        query_p += tl.cast(split, tl.int64) * query_steps[1]
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_at = query_p + b * query_step_b + h * query_step_h + n[:, None] * r_score + dims
+    query_at = query_p + b * query_steps[0] + h * query_steps[2] + n[:, None] * r_score + dims
     query_mask = (n < N)[:, None] & (dims < r_score)
     # Int8 vectors are multiplied as they are, by queries that are split, too.
     SPLIT: tl.constexpr = vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
@@ -549,10 +544,10 @@ def _scores_kernel(
     for tile in tl.range(first, stop, num_stages=STAGES):
         tile_query_at = query_at
         if EACH_TILE:
-            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_step_block
+            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_steps[1]
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live = tokens < length
-        vector = b * step_b + h * step_h + tokens * step_s
+        vector = b * steps[0] + h * steps[1] + tokens * steps[2]
         vector_scale = scale
         if vector_scale_p is not None:
             vector_scale = tl.load(vector_scale_p + vector, mask=live, other=0.0)[:, None] * scale
@@ -724,7 +719,7 @@ def launch_scores(
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, vectors, vector_scale, offset, pos, kept, *sums, *query_steps, *steps, S, tiles,
+        queries, vectors, vector_scale, offset, pos, kept, *sums, query_steps, steps, S, tiles,
         r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
         cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
         **overlapped(vectors.device),
@@ -1049,10 +1044,11 @@ def select(
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
-# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * step_b + h * step_h
-# + token * step_s (check_store). A format of keys is two functions. QUERIES prepares a group's queries once.
-# LOGITS multiplies them with the keys of a tile of tokens, and returns logits and keys. What a format stores
-# is one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel has a name.
+# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * steps[0] +
+# h * steps[1] + token * steps[2] (check_store). A format of keys is two functions. QUERIES prepares a group's
+# queries once. LOGITS multiplies them with the keys of a tile of tokens, and returns logits and keys. What a
+# format stores is one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel
+# has a name.
 #
 # A plain flash-decode is here, too: read _attend_kernel with kind "plain", where QUERIES is _plain_queries,
 # LOGITS is _plain_logits and _values is _plain_values; then _attend_tile and _merge_kernel.
@@ -1324,8 +1320,8 @@ def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
     packed = tl.load(rest_p + vector[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
     low_basis, high_basis = basis
     low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
-    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
     k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
+    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
     return tl.dot(high, high_basis, k, out_dtype=tl.int32)
 
 
@@ -1627,12 +1623,8 @@ def _attend_kernel(
     max_p,  # [B, Hq, splits] fp32; None: there is one split
     sum_p,  # [B, Hq, splits] fp32
     out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
-    key_step_b,  # vectors of keys between two rows of the batch
-    key_step_h,  # of two KV heads
-    key_step_s,  # of two tokens
-    value_step_b,  # the same of values
-    value_step_h,
-    value_step_s,
+    key_steps,  # vectors of keys between two rows of the batch, two KV heads and two tokens
+    value_steps,  # the same of values
     n,  # tokens of an index; without one of the stores
     z,
     sets,  # of an index
@@ -1695,8 +1687,8 @@ def _attend_kernel(
         else:
             token = place
             live = place < length
-        key_vector = b * key_step_b + h * key_step_h + token.to(tl.int64) * key_step_s
-        value_vector = b * value_step_b + h * value_step_h + token.to(tl.int64) * value_step_s
+        key_vector = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
+        value_vector = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
         logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, pos, scale, SHAPE)
         v = _values(values, k, b, h, value_vector, token, live, pos, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
@@ -1852,8 +1844,8 @@ def launch_attend(
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, step, *(window or (None, None)), pos, *parts, *key_steps,
-        *value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
+        q, key_stores, value_stores, index, step, *(window or (None, None)), pos, *parts, key_steps,
+        value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
         **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
@@ -1968,7 +1960,7 @@ def launch_attend_ragged(
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
         q, (packed, table, B, S, Hkv), (None,) * 5, None, 0, None, None, pos, *parts,
-        0, 0, 0, 0, 0, 0, S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
+        (0, 0, 0), (0, 0, 0), S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip
     return merge_splits(out, parts)
