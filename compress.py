@@ -814,7 +814,7 @@ def sals_step_ours(
 ) -> tuple:  # fmt: skip
     """The same step as it runs by default, for one sequence: what we changed is in steps 2, 3, 4 and 6.
 
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], where W_V and W_O have mix_values' rotation. stored: of
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D]; W_V, W_O have rotate_values' rotation. stored: of
     latents int8 codes [S - 1, r*], scales and 4-bit codes (`quantize_mixed`); of values codes and scales
     (`quantize_spread`); K after RoPE and V [S - 1, Hkv, D], of which only the x first and z last are read.
     maps: `down`, `up` [Hkv*D, r] and the mean key [Hkv*D] (sals_layer_maps); rope(x, positions) rotates x
@@ -852,23 +852,23 @@ def sals_step_ours(
     return out, torch.cat((chosen, places[near])), stored
 
 
-# ---- what these use
+# ---- from the fit to the maps and weights that a step takes
 
 SCORE_BLOCK = 512  # tokens for which scoring turns a query back once (ours); a multiple of a kernel's tile
 
 
 @functools.lru_cache
-def mix_rotation(*sizes: int) -> Tensor:
+def random_rotation(*sizes: int) -> Tensor:
     """A fixed random rotation of consecutive parts of so many dims (ours): it spreads their energy evenly."""
     seeded = torch.Generator().manual_seed(0)
     parts = (torch.randn(n, n, generator=seeded) for n in sizes)
     return torch.block_diag(*(torch.linalg.qr(part).Q for part in parts))
 
 
-def mix_values(attention: Attention, c: ModelConfig) -> None:
-    """Rotates V of every head by mix_rotation's R: W_V becomes R^T W_V, W_O becomes W_O R (ours)."""
+def rotate_values(attention: Attention, c: ModelConfig) -> None:
+    """Rotates V of every head by random_rotation's R: W_V becomes R^T W_V, W_O becomes W_O R (ours)."""
     linear, wo = attention.wqkv, attention.wo
-    R = mix_rotation(c.head_dim).to(wo.weight.device)
+    R = random_rotation(c.head_dim).to(wo.weight.device)
     for name, parameter in list(linear.named_parameters()):
         q, k, v = parameter.float().split(attention.widths)
         v = torch.einsum("de,hd...->he...", R, v.unflatten(0, (c.n_kv_heads, -1))).flatten(0, 1)
@@ -904,7 +904,7 @@ def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, 
     if settings.form == "paper":
         return U_r, U_r, None
     S, mean = (artifact[name][i].to(device) for name in ("scale", "mean"))
-    mix, gains = mix_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
+    mix, gains = random_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
     gains[lead:] = trailing_gain(artifact["query_eigenvalues"][i], lead, r)
     up = (U_r / S[:, None]) @ mix / gains
     codes, pair_scale = quantize_basis(up.unflatten(0, (c.n_kv_heads, -1)))
@@ -930,13 +930,14 @@ def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
 
 
 def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention with values rotated for our codes, and where q and k have no norms rows of wqkv:
-    W_k U_r, and for score sum (sum over each group of W_q) U_r*. Biases fold alike, and take off the mean."""
+    """Layer i's attention, with values rotated for our codes. Where q and k have no norms, wqkv gets more
+    rows: `down`^T W_k, and for score sum `up`^T of the queries summed over groups, on the r* leading dims.
+    Biases fold alike, and take off the mean key."""
     skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
     if i in kivi_layers(c, settings):
         return attention
     if settings.form == "ours":
-        mix_values(attention, c)
+        rotate_values(attention, c)
     if c.qk_norm:
         return attention
     down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
@@ -1510,15 +1511,16 @@ def lrqk_step(
 def lrqk_step_ours(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, w_q: Tensor, w_k: Tensor, n: int, recent: int
 ) -> tuple:
-    """The same step as it runs by default: the prompt's projections W_Q, W_K [D, r] are its best
-    (lrqk_optimum) and stay. A step does not refit them, and so needs nothing of Omega before it selects."""
+    """The same step as it runs by default, for one KV head: q [G, D], k, v [D] after RoPE -> [G, D]. stored:
+    A_K [S - 1, r], K and V [S - 1, D]. The prompt's projections W_Q, W_K [D, r] are its best (lrqk_optimum)
+    and stay: a step does not refit them, and so needs nothing of Omega before it selects."""
     # 1-7. The new token's proxies are products. 8. Append.
     q_hat, (a_k, keys, values) = q @ w_q, appended(stored, k @ w_k, k, v)
     # 9. The best of the tokens that are not recent.
     old = max(0, len(a_k) - recent)
     logits = q_hat @ a_k[:old].mT * q.shape[-1] ** -0.5
     chosen = logits.log_softmax(-1).amax(0).topk(min(n, old)).indices
-    # 10-13. What is chosen and is in no slot on the GPU is fetched into the least recently used one.
+    # 10-13. What is chosen and is in no slot on the GPU is fetched, into a slot that no hit needs.
     near = torch.cat((chosen, torch.arange(old, len(a_k))))
     # 14. Attend.
     weights = (q @ keys[near].mT * q.shape[-1] ** -0.5).softmax(-1)
@@ -1607,7 +1609,7 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     # 2. The n-th miss takes the n-th of the other slots. One number more goes first into the sum: so Inductor
     # does not fuse into it the gather that gave `hit`, which would then wait for it.
     n = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
-    others = least_recent(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
+    others = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
     place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
     # 3. The tables forget what is evicted, and learn what comes.
     miss, before = live & ~hit, pos_of.gather(-1, place)
@@ -1618,8 +1620,9 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     return place, miss
 
 
-def least_recent(stamp: Tensor, step: Tensor, k: int) -> Tensor:
-    """The slots [..., 1 + C], from place 1 on, in the order in which misses take them; this step's last."""
+def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
+    """The slots [..., 1 + C], from place 1 on, in the order in which misses take them: the longest unused
+    first; if all may be needed (C = k), in any order. Those that this step has stamped come last."""
     if stamp.shape[-1] > k:
         return F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))
     free = stamp < step  # as many misses may need all of these: any order will do

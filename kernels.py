@@ -13,11 +13,12 @@
     fetching       fetch_rows     copies rows of host memory to slots on the GPU          LRQK
     linear layers  linear_int8    multiplies weights in int8                              --weights int8
 
-A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for NAME_reference,
-which is the truth that tests hold it to. launch_NAME checks its tensors and launches. To copy an operation,
-copy the header, which ends at the first block, that block, and what it names of other blocks (check_store,
-_nearest, matmul_codes). On a GPU, `pytest test_all.py -k kernel` holds all of them to their references, and
-`-k compile` compiles them for GPUs that are not there.
+A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
+truth that tests hold it to: NAME_reference, or for append the stores. launch_NAME checks and launches.
+
+To copy an operation, copy the header, which ends at the first block, and the operation's block (with
+attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of them to their
+references, and `-k compile` compiles them for GPUs that are not there.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
 dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read it on the device, so
@@ -83,6 +84,25 @@ def check(**tensors: tuple) -> None:
             need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
+def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
+    """How many vectors of a store lie between two rows of the batch, two KV heads and two tokens.
+
+    parts: what is stored of a vector, each given as (view [B, H, S, *sizes] or None, dtype, *sizes). Each
+    part of a vector lies whole, at a multiple of its size, and all parts lie alike."""
+    steps = {}
+    for name, (x, dtype, *sizes) in parts.items():
+        if x is not None:
+            shape(name, x, dtype, B, H, S, *sizes)
+            size, strides = math.prod(sizes), x.stride()[:3]
+            whole = x[:1, :1, :1].is_contiguous() and not any(stride % size for stride in strides)
+            need(whole, f"{name} must be whole vectors")
+            steps[name] = tuple(stride // size for stride in strides)
+    (first, made), *others = steps.items()
+    for name, found in others:
+        need(found == made, f"{name} must lie as {first} do")
+    return made
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -92,6 +112,16 @@ def power2(n: int, least: int = 1) -> int:
 
 
 _padded = constexpr_function(power2)  # in kernels
+
+
+def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
+    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
+    return 4 if dtype == torch.float32 else latent.element_size()
+
+
+def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
+    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
+    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
 def nvidia_generation(device: torch.device) -> int:
@@ -127,6 +157,13 @@ def _let_next_begin():
     """Lets the next kernel's programs begin, once all programs of this one have called it."""
     if _overlaps():
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def _nearest(x):
+    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
+    bits are 0x4B400000, the fp32 numbers are the integers."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 # ------------------------------------------------------------------------------------------ codes of a token
@@ -195,13 +232,6 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor
     """The inverse, [..., D] fp32."""
     levels = four_bit_level(unpack(trailing, 4).to(torch.int8) * 8)
     return torch.cat((leading, levels), -1) * scale[..., None]
-
-
-@jit
-def _nearest(x):
-    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
-    bits are 0x4B400000, the fp32 numbers are the integers."""
-    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @jit
@@ -408,11 +438,6 @@ def block_queries(
 
 
 # ---------------------------------------------------------------------------------------------------- scores
-
-
-def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
-    """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
-    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
 
 
 def token_logits(q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None, block: int = 0) -> Tensor:
@@ -651,30 +676,6 @@ def _reduce_scores_kernel(
             score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
             score *= 0.6931471805599453  # ln 2
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
-
-
-def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
-    """How many vectors of a store lie between two rows of the batch, two KV heads and two tokens.
-
-    parts: what is stored of a vector, each given as (view [B, H, S, *sizes] or None, dtype, *sizes). Each
-    part of a vector lies whole, at a multiple of its size, and all parts lie alike."""
-    steps = {}
-    for name, (x, dtype, *sizes) in parts.items():
-        if x is not None:
-            shape(name, x, dtype, B, H, S, *sizes)
-            size, strides = math.prod(sizes), x.stride()[:3]
-            whole = x[:1, :1, :1].is_contiguous() and not any(stride % size for stride in strides)
-            need(whole, f"{name} must be whole vectors")
-            steps[name] = tuple(stride // size for stride in strides)
-    (first, made), *others = steps.items()
-    for name, found in others:
-        need(found == made, f"{name} must lie as {first} do")
-    return made
-
-
-def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
-    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
-    return 4 if dtype == torch.float32 else latent.element_size()
 
 
 @operator(
@@ -1054,7 +1055,7 @@ def select(
 # LOGITS is _plain_logits and _values is _plain_values; then _attend_tile and _merge_kernel.
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
+def attend_plain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
     """Attention of one query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool ->
     [B, Hq, D]. A group's queries share K and V. scale None: 1 / sqrt(D)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -1067,12 +1068,14 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float
     return matmul_codes(weights, v).flatten(1, 2)
 
 
-def attend_stores(q: Tensor, keys, values, pos: Tensor, index: Tensor | None, window, scale: float) -> Tensor:
+def attend_reference(
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, window, scale: float
+) -> Tensor:
     """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the codes."""
     Hkv, S = values.kernel_form()[0].shape[1:3]
     tokens = torch.arange(S, device=pos.device)
     if index is None and not window and keys.kind == "plain" and values.bits == 16:
-        return attend_reference(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
+        return attend_plain(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
     if index is None and not window:
         logits = keys.logits(q.unflatten(1, (Hkv, -1)), pos).float() * scale  # [B, Hkv, G, S]
         logits = logits.masked_fill(tokens > pos[:, None, None, None], -torch.inf)
@@ -1088,7 +1091,7 @@ def attend_stores(q: Tensor, keys, values, pos: Tensor, index: Tensor | None, wi
         filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
         k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
         live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
-    return attend_reference(q, k, v, live.expand(-1, k.shape[1], -1), scale)
+    return attend_plain(q, k, v, live.expand(-1, k.shape[1], -1), scale)
 
 
 class Packing(NamedTuple):
@@ -1877,12 +1880,12 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
 
-    keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_stores calls.
+    keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_reference calls.
     index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up to pos. window: two
     Windows, attended besides (without an index: in the place of the last z)."""
     unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
     if not kernel or unpackable or keys.kind not in KEYS or index is not None and not index.numel():
-        return attend_stores(q, keys, values, pos, index, window, scale)
+        return attend_reference(q, keys, values, pos, index, window, scale)
     if index is not None:  # of one set a row, rows may lie apart
         index = index.int() if index.ndim == 2 else index.int().contiguous()
     stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
@@ -1893,7 +1896,7 @@ def attend(
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, live: Tensor, *, scale: float, kernel: bool) -> Tensor:
     """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
     if not kernel:
-        return attend_reference(q, k, v, live, scale)
+        return attend_plain(q, k, v, live, scale)
     index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
     pos = index.new_full((len(q),), k.shape[2])
     return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos, index, [], scale)
@@ -1918,7 +1921,7 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: flo
     q, pos, vectors = q.contiguous(), pos.int(), latent[:, None]
     if not kernel:
         live = torch.arange(latent.shape[1], device=pos.device) <= pos[:, None]
-        return attend_reference(q, vectors, vectors[..., :DV], live, scale)
+        return attend_plain(q, vectors, vectors[..., :DV], live, scale)
     if q.shape[2] * q.element_size() <= 1024:
         return launch_attend(q, "mla", [vectors], [vectors[..., :DV]], 16, pos, None, [], scale)
     logits = launch_scores(q[:, None], vectors, None, pos, scale, "each")[:, None]
@@ -1976,7 +1979,7 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
     views = vectors.views()
     live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
     heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
-    out = (attend_reference(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale) for x, k, v in heads)
+    out = (attend_plain(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale) for x, k, v in heads)
     return torch.cat([x.flatten(1) for x in out], -1)
 
 

@@ -57,7 +57,7 @@ import model as model_file
 from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
 from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
 from generate import Engine, Output, Sampling, decode_rows
-from kernels import attend_reference
+from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
 torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
@@ -789,7 +789,7 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
-    assert error(out, attend_reference(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+    assert error(out, attend_plain(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
 
 
 def test_a_window_writes_each_of_its_slots_once():
@@ -831,7 +831,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
         rotated = dense.rope(qkv[0][n], n)
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors))
-        assert error(out, attend_reference(rotated[None], keys, values, chosen[None])) < bound, n
+        assert error(out, attend_plain(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or best == "early" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
         counts = chosen.sum(-1)
@@ -984,8 +984,8 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
     gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.trailing_gain(energy, lead, 64)))))
-    R = compress.mix_rotation(lead, 48)
-    assert torch.equal(R, compress.mix_rotation.__wrapped__(lead, 48))  # the same in every run
+    R = compress.random_rotation(lead, 48)
+    assert torch.equal(R, compress.random_rotation.__wrapped__(lead, 48))  # the same in every run
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
     x *= torch.logspace(-3, 3, 2000)[:, None]
     x[0], x[1, :lead], x[2, lead:] = 0, 0, 0

@@ -35,8 +35,8 @@ from compress import (
     kept_tokens,
     kv_bias,
     loki_tensors,
-    mix_rotation,
     of_heads,
+    random_rotation,
     rank_of,
     ring_positions,
     setting,
@@ -482,7 +482,7 @@ class LevelStore(ScaledStore):
         super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
         levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
         self.levels = torch.cat((-levels.flip(0), levels))
-        self.rotation = mix_rotation(width).to(context.device)
+        self.rotation = random_rotation(width).to(context.device)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2

@@ -32,7 +32,7 @@ from calibrate import key_moments, save_artifact
 from compress import Context
 from extras import baselines, bench, gguf, harness
 from generate import DTYPES
-from kernels import attend_reference
+from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
 from test_all import (
     CASES,
@@ -243,7 +243,7 @@ def pure_turboquant(cache, row, n, q, k, v):
     k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
     for i in range(n, len(q)):
         live = torch.ones(1, i + 1, dtype=torch.bool)
-        yield attend_reference(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
+        yield attend_plain(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
 
 
 def pure_sals_cann(cache, row, n, q, k, v):
