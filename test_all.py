@@ -2710,10 +2710,11 @@ def test_kernel_attend(dtype, form, tokens, sizes):
 
 
 # KV heads, D, tokens a tile, ranks a step, splits.
-TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 70), (1, 160, 16, 64, 20)]
+TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 5), (1, 160, 16, 64, 20)]
+TILED = [*pairwise(FORMATS, ["all", "query head"], TILES), ("plain", "all", (1, 64, 32, 16, 70))]
 
 
-@pytest.mark.parametrize("form, tokens, sizes", pairwise(FORMATS, ["all", "query head"], TILES))
+@pytest.mark.parametrize("form, tokens, sizes", TILED)
 @poisoned
 def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
@@ -2723,7 +2724,7 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
-    check_attend(torch.float16, form, tokens, 2, 400, Hkv, 2, D, D, 4, 100, (399, 120), n=130, r=57)
+    check_attend(torch.float16, form, tokens, 2, 310, Hkv, 2, D, D, 4, 100, (309, 120), n=130, r=57)
 
 
 RISES = [(-3, 3), (3, -3), (-40, -40)]
@@ -2782,7 +2783,7 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
         (1, 70, 4, 48, 32, (69,), False),
         (3, 130, 20, 100, 60, (129, 64, 0), False),
         (2, 300, 8, 36, 36, (299, 31), False),
-        (2, 90, 3, 600, 520, (89, 31), True),
+        (1, 40, 3, 600, 520, (31,), True),
         (3, 40, 8, 1024, 768, (39, 15, 0), True),
         (1, 500, 8, 256, 192, (497,), False),
         (1, 500, 4, 24, 16, (497,), False),
@@ -3066,7 +3067,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         monkeypatch.setattr(kernels, f"launch_{name}", spy)
     for kernel in (False, True):
         engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernel=kernel, **options)
-        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(3)] * 3))
+        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(2)] * 3))
         assert calls == (set(operations.split()) if kernel else set())
     assert error(logits[1], logits[0]) < 1e-5
 
