@@ -584,7 +584,8 @@ def add_settings(parser: Parser, method: str) -> None:
     for f in dataclasses.fields(row.settings):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
         paper = f"; paper {row.paper[f.name]}" if f.name in row.paper else ""
-        about = f"{f.metadata['help']} (default {f.default}{paper})".replace("%", "%%")
+        default = ("off", "on")[f.default] if f.type is bool else f.default
+        about = f"{f.metadata['help']} (default {default}{paper})".replace("%", "%%")
         add(f"--{f.name}", choices=f.metadata["choices"], help=about, **kind)
 
 

@@ -1,17 +1,17 @@
 """The operations of a decode step, a block each: a reference in PyTorch, its Triton kernel, and a wrapper.
 
-    operation      wrapper        what it does                                            used by
-    codes          append         stores a new token's latent and values in codes         SALS
-    block queries  block_queries  turns a query back by the rotation of each block        SALS
-    scores         scores         scores all tokens by the leading dims of what is stored those that select
-    selection      select         sinks and the best-scored tokens                        those that select
-    attention      attend         attends stored tokens: plain, latents, codes of channels  most
-                   attend_rows    attends plain K and V of which some tokens are live     LRQK
-                   attend_logits  attends where the logits are there                      H2O
-                   attend_latent  attends latents that all heads share                    EliteKV
-                   attend_ragged  attends heads of unequal rank                           FDC
-    fetching       fetch_rows     copies rows of host memory to slots on the GPU          LRQK
-    linear layers  linear_int8    multiplies weights in int8                              --weights int8
+    block                   wrapper        what it does                                      used by
+    codes of a token        append         stores a new latent and value in codes            SALS
+    queries of blocks       block_queries  turns a query back by each block's rotation       SALS
+    scores                  scores         scores tokens by the leading dims of vectors      those that select
+    selection               select         sinks and the best-scored tokens                  those that select
+    attention over          attend         attends plain keys, latents, codes of channels    most
+    stored tokens           attend_rows    attends plain K and V, of which some are live     LRQK
+                            attend_logits  attends where the logits are there                H2O
+                            attend_latent  attends latents that all heads share              EliteKV
+                            attend_ragged  attends heads of unequal rank                     FDC
+    rows out of host memory fetch_rows     copies them to slots on the GPU                   LRQK
+    weights in int8         linear_int8    multiplies them                                   --weights int8
 
 A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
 truth that tests hold it to: NAME_reference, or for append the stores. launch_NAME checks and launches.

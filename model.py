@@ -770,9 +770,10 @@ class Tokenizer:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         library, ids = self.library if space else self.continuing, []
         for i in library.encode(text, add_special_tokens=False).ids:
-            # some vocabularies have special tokens as words
-            letters = [j for c in self.spelled.get(i, "") for j in self.encode_continuation(c)]
-            ids += [j for j in letters if j not in self.spelled] if i in self.spelled else [i]
+            if i not in self.spelled:
+                ids.append(i)
+            elif len(name := self.spelled[i]) > 1:  # some vocabularies have special tokens as words
+                ids += [j for c in name for j in self.encode_continuation(c)]
         return ids
 
     def decode_ids(self, ids: list[int]) -> str:
