@@ -1,9 +1,10 @@
 """Every cache: its settings, its mathematics, what it stores. A method is one block of this file.
 
 A block reads from top to bottom: the settings; the paper's algorithm as one pure function of plain tensors
-(`sals_step`, `lrqk_step`, ...); what we changed, each a function marked (ours); and the cache in the order of
-a decode step: write, score, select, attend. A `*_step` gets q, k, v of the new token and `stored`, of the
-S - 1 tokens before it; it gives the output, the tokens attended if not all are, and what is stored now.
+(`sals_step`, ...); where ours differs, the step that runs by default (`sals_step_ours`, `lrqk_step_ours`);
+what these need, with (ours) at what we changed; and the cache in the order of a decode step: write, score,
+select, attend. A `*_step` gets q, k, v of the new token and `stored`, of the S - 1 tokens before it; it gives
+the output, the tokens attended if not all are, and what is stored now.
 
 A cache belongs to one layer and holds all rows of a batch. It gets q, k, v BEFORE RoPE:
     extend(row, span, q, k, v, *projected)  a row's tokens at positions `span`, a slice: its prompt or
@@ -87,7 +88,8 @@ class Context:
         self.positions = torch.arange(capacity, device=self.device)
         self.scale = model.config.head_dim**-0.5  # of logits
         self.kernel = kernels_run(model.config, self.device, kernel)
-        self.rope_pairs = kernels.rope_pairs(self.cos, self.sin, self.dtype)
+        if self.kernel:
+            self.rope_pairs = kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Storage [B, *shape]. Zeroed, since a masked weight of 0 times a stray NaN would still be NaN."""

@@ -14,7 +14,8 @@
     weights in int8         linear_int8    multiplies them                                   --weights int8
 
 A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
-truth that tests hold it to: NAME_reference, or for append the stores. launch_NAME checks and launches.
+truth that tests hold it to: NAME_reference, for append the stores, for other ways to attend a few lines.
+attend_ragged takes the kernel where its store has a table for it. launch_NAME checks and launches.
 
 To copy an operation, copy the header, which ends at the first block, and the operation's block (with
 attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of them to their

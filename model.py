@@ -413,7 +413,6 @@ def decode_logits(norm: nn.RMSNorm, output: nn.Linear, x: Tensor, update: Tensor
 class Llama(nn.Module):
     """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
 
-    PROMPT_CHUNK = 1 << 32  # tokens of a prompt that are read at once
     MLP_CHUNK = 8192  # tokens that pass the MLP at once: bounds its [tokens, 2 * ffn_dim] buffer
 
     def __init__(self, config: ModelConfig):
