@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,8 +223,8 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
-#     token_bytes        of one token, all heads. formula(): of all. bytes_of(n, length): of n of `length`
-# pos [B] is the newest token's position: forms with a ring ask for it.
+#     token_bytes        of one token, all heads. formula(): of all
+# pos [B] is the newest token's position: keys that are rebuilt ask for it.
 
 
 class TokenStore(nn.Module):
@@ -287,9 +287,6 @@ class TokenStore(nn.Module):
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
-
-    def bytes_of(self, n: float, length: int) -> float:
-        return n * self.token_bytes
 
 
 class Window(TokenStore):
@@ -431,7 +428,7 @@ class HostStore(TokenStore):
 class Cache(nn.Module):
     """The base of all caches: exact attention of tokens that are read at once, the ledger, `report_selected`.
 
-    past(row, n): K after RoPE and V [<= n, Hkv, D] that a method keeps of a row's first n tokens.
+    keys, values: what is stored of every token; window: exact K and V of some, which count instead.
     write_chunk(row, span, q, k, v, before, *projected): stores tokens; q and k after RoPE, before: k."""
 
     watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
@@ -440,6 +437,7 @@ class Cache(nn.Module):
         super().__init__()
         self.context, self.config, self.rope = context, context.config, context.rope
         self.scale, self.kernel = context.scale, context.kernel
+        self.window: Sequence[Window] = ()
         self.table_bytes = 0
 
     def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
@@ -456,6 +454,12 @@ class Cache(nn.Module):
             keys, values = (torch.cat(pair) for pair in zip(past, (rotated, v), strict=True))
         self.write_chunk(row, span, q, rotated, v, k, *projected)
         return causal_attention(q, keys, values)
+
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        """K after RoPE and V [<= n, Hkv, D] that a method keeps of a row's first n tokens."""
+        stored = self.keys.past(row, n), self.values.past(row, n)
+        beside = zip(self.window, stored, strict=True) if self.window else ()
+        return tuple(window.overlay(row, x) for window, x in beside) or stored
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode tells evaluation here which tokens it attends if not all: index [B, n] for all heads,
@@ -520,9 +524,6 @@ class DenseCache(Cache):
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         """q [B, Hq, width] -> tokens to attend [B, Hkv, n] or [B, Hkv, G, n], negative: none. None: all."""
 
-    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.keys.past(row, n), self.values.past(row, n)
-
     def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
         self.write((row, span), k, v)
 
@@ -533,7 +534,8 @@ class DenseCache(Cache):
         if index is not None:
             self.report_selected(pos, index, index >= 0)
             index = index.flatten(1, -2)
-        return kernels.attend(q, self.keys, self.values, pos, index, scale=self.scale, kernel=self.kernel)
+        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
+        return kernels.attend(q, self.keys, self.values, pos, index, **how)
 
     def tokens_read(self, length: int) -> tuple[float, float]:
         """Tokens of K and of V that one decode step must read, a KV head."""
@@ -541,7 +543,7 @@ class DenseCache(Cache):
 
     def bytes_read(self, length: int) -> int:
         keys, values = self.tokens_read(length)
-        return round(self.keys.bytes_of(keys, length) + self.values.bytes_of(values, length))
+        return round(keys * self.keys.token_bytes + values * self.values.token_bytes)
 
 
 def dense_bytes(context: Context) -> int:
@@ -604,43 +606,17 @@ def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int)
     return weights @ torch.cat((coded, values[old:])), stored
 
 
-class RingStore(nn.Module):
-    """Codes, `token_bytes` a token, and a ring of the last R tokens as attended. The base of KIVI's two."""
-
-    def __init__(self, context: Context, bits: int, R: int):
-        super().__init__()
-        self.context, self.bits, self.R = context, bits, R
-        self.ring = Window(context, context.config.n_kv_heads, context.config.head_dim, 0, R, by_token=True)
-
-    def recent(self, pos: Tensor) -> Tensor:
-        """Which tokens are in the ring, [B, S]."""
-        return self.context.positions > pos[:, None] - self.R
-
-    def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
-        ring = self.ring.vectors[:, :, self.context.positions % self.R]  # [B, Hkv, S, width]
-        x = torch.where(self.recent(pos)[:, None, :, None], ring, self.decoded())
-        return x if index is None else gather_rows(x, index)
-
-    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
-        return self.read(pos), None
-
-    def bytes_of(self, n: float, length: int) -> float:
-        """Those in the ring are taken to be among the n."""
-        recent = min(n, length, self.R)
-        return recent * self.ring.token_bytes + (n - recent) * self.token_bytes
-
-
-class ChannelKeys(RingStore):
-    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R are exact."""
+class ChannelKeys(nn.Module):
+    """Keys quantised per channel in groups of 32 tokens. Those of an unfinished block of R are exact, and in
+    `ring` alone; there the last keys of the block before are as its codes have them."""
 
     kind = "channels"
 
-    def __init__(self, context: Context, bits: int, residual: int):
-        capacity, heads, width = context.capacity, context.config.n_kv_heads, context.config.head_dim
-        if residual < 32 or residual % 32:
-            raise UserError(f"--residual {residual}: give a multiple of 32, at least 32")
-        super().__init__(context, bits, min(residual, -(-capacity // 32) * 32))
-        self.tokens = -(-capacity // self.R) * self.R
+    def __init__(self, context: Context, bits: int, ring: Window):
+        super().__init__()
+        heads, width = context.config.n_kv_heads, context.config.head_dim
+        self.context, self.bits, self.ring, self.R = context, bits, ring, ring.z
+        self.tokens = -(-context.capacity // self.R) * self.R
         self.token_bytes = heads * width * (bits + 1) / 8  # codes, and a part of their (minimum, scale)
         self.register_buffer("codes", context.zeros(heads, self.tokens, width * bits // 8, dtype=torch.uint8))
         self.register_buffer("low_scale", context.zeros(heads, self.tokens // 32, width, 2, dtype=torch.half))
@@ -678,58 +654,41 @@ class ChannelKeys(RingStore):
         self.low_scale[row, :, groups] = low_scale.transpose(1, 2)
 
     def formula(self) -> float:
-        return self.context.batch_size * self.tokens * self.token_bytes  # beside the ring
-
-    def decoded(self) -> Tensor:
-        return self.decode(self.codes, self.low_scale)[:, :, : self.context.capacity]
+        return self.context.batch_size * self.tokens * self.token_bytes
 
     def past(self, row: int, n: int) -> Tensor:
         groups = -(-n // 32)
         keys = self.decode(self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups])
-        return self.ring.overlay(row, keys[:, :n].transpose(0, 1))
+        return keys[:, :n].transpose(0, 1)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
-        places = self.context.positions
-        coded = channel_logits(q, self.codes, self.low_scale, self.bits)[..., : len(places)]
-        recent = q @ self.ring.vectors.mT  # [B, Hkv, G, R]
-        return torch.where(self.recent(pos)[:, None, None], recent[..., places % self.R], coded)
+        logits = channel_logits(q, self.codes, self.low_scale, self.bits)
+        return logits[..., : self.context.capacity]
 
     def kernel_form(self) -> list[Tensor]:
-        return [self.codes, self.low_scale, self.ring.vectors.transpose(1, 2)]
+        return [self.codes, self.low_scale]
 
 
-class TokenValues(RingStore):
-    """Values quantised per token in groups of 32 channels; the last R are exact."""
+class KiviCache(DenseCache):
+    """Keys in codes per channel, values in codes per token, and a window of the last R as they count."""
 
-    def __init__(self, context: Context, bits: int, R: int):
-        c = context.config
-        super().__init__(context, bits, R)
-        self.coded = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, bits)
-        self.token_bytes = self.coded.token_bytes
+    def __init__(self, context: Context, settings: KiviSettings):
+        c, R = context.config, settings.residual
+        if R < 32 or R % 32:
+            raise UserError(f"--residual {R}: give a multiple of 32, at least 32")
+        exact = c.n_kv_heads, c.head_dim, 0, min(R, -(-context.capacity // 32) * 32)
+        window = [Window(context, *exact, by_token=True) for _ in range(2)]
+        values = CodedStore(context, c.n_kv_heads, context.capacity, c.head_dim, settings.bits)
+        super().__init__(context, ChannelKeys(context, settings.bits, window[0]), values)
+        self.window = nn.ModuleList(window)
 
-    def write(self, where: tuple, x: Tensor) -> None:
-        self.coded.write(where, x)
-        self.ring.write(where, x)
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        super().write(where, k, v)  # the keys' window, too
+        self.window[1].write(where, v)
 
-    def decoded(self) -> Tensor:
-        return self.coded.read(None)
-
-    def past(self, row: int, n: int) -> Tensor:
-        return self.ring.overlay(row, self.coded.past(row, n))
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        position = ring_positions(pos, self.R)[:, None, None]  # [B, 1, 1, R]
-        recent = weights.gather(-1, position.clamp(min=0).long().expand(*weights.shape[:3], -1))
-        recent = self.ring.mix(recent.masked_fill(position < 0, 0), pos)
-        return self.coded.mix(weights.masked_fill(self.recent(pos)[:, None, None], 0), pos) + recent
-
-    def kernel_form(self) -> list[Tensor]:
-        return [*self.coded.kernel_form(), self.ring.vectors.transpose(1, 2)]
-
-
-def kivi_kv(context: Context, settings: KiviSettings) -> tuple[ChannelKeys, TokenValues]:
-    keys = ChannelKeys(context, settings.bits, settings.residual)
-    return keys, TokenValues(context, settings.bits, keys.R)
+    def bytes_read(self, length: int) -> int:
+        recent, exact_bytes = min(length, self.keys.R), sum(store.token_bytes for store in self.window)
+        return round((length - recent) * self.token_bytes() + recent * exact_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------- SALS
@@ -1053,10 +1012,6 @@ class SalsCache(Cache):
         for store, x in zip(self.window, (k, v), strict=True):
             store.write(where, x)
 
-    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        stores = zip(self.window, (self.keys, self.values), strict=True)
-        return tuple(window.overlay(row, store.past(row, n)) for window, store in stores)
-
     def write_chunk(
         self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor, *projected: Tensor
     ) -> None:
@@ -1105,7 +1060,7 @@ def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact
 
     def cache(i: int) -> Cache:
         if i in kivi:
-            return DenseCache(context, *kivi_kv(context, KiviSettings(4, 32)))
+            return KiviCache(context, KiviSettings(4, 32))
         maps = sals_layer_maps(c, settings, artifact, i, context.device)
         return SalsCache(context, settings, i not in skipped, maps, blocks, runs)
 
@@ -1791,15 +1746,12 @@ class KeepSettings:
 class TopKSettings(KeepSettings):
     """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all selections."""
 
-    kv_bits: int = setting(16, "bits of K and V, packed by KIVI's quantiser; 16: as they are", (2, 4, 16))
-
 
 class TopKCache(DenseCache):
-    """K and V in full, or in KIVI's codes."""
+    """K and V in full."""
 
     def __init__(self, context: Context, settings: TopKSettings):
-        stores = () if settings.kv_bits == 16 else kivi_kv(context, KiviSettings(settings.kv_bits))
-        super().__init__(context, *stores, budget=settings.budget(context.capacity))
+        super().__init__(context, budget=settings.budget(context.capacity))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         scores = kernels.scores(q, *self.keys.scored(pos), pos, self.scale, "largest", kernel=self.kernel)
@@ -2114,7 +2066,7 @@ METHODS = {
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),
     "topk": Method(TopKSettings, each_layer(TopKCache)),
-    "kivi": Method(KiviSettings, each_layer(lambda context, s: DenseCache(context, *kivi_kv(context, s)))),
+    "kivi": Method(KiviSettings, each_layer(KiviCache)),
 }
 
 

@@ -1077,13 +1077,20 @@ def attend_reference(
     tokens = torch.arange(S, device=pos.device)
     if index is None and not window and keys.kind == "plain" and values.bits == 16:
         return attend_plain(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
-    if index is None and not window:
-        logits = keys.logits(q.unflatten(1, (Hkv, -1)), pos).float() * scale  # [B, Hkv, G, S]
-        logits = logits.masked_fill(tokens > pos[:, None, None, None], -torch.inf)
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        return (values.mix(weights, pos) / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
     if index is None:
-        index = tokens.where(tokens <= pos[:, None] - window[0].z, -1)  # [B, S]
+        z = window[0].z if window else 0
+        grouped, last = q.unflatten(1, (Hkv, -1)), pos[:, None, None, None]
+        logits = keys.logits(grouped, pos).float()  # [B, Hkv, G, S]
+        logits = logits.masked_fill(tokens > last - z, -torch.inf)
+        if window:  # its slots fill from the left
+            empty = torch.arange(z, device=pos.device) > last
+            exact = window[0].logits(grouped, pos).float().masked_fill(empty, -torch.inf)
+            logits = torch.cat((logits, exact), -1)
+        weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
+        out = values.mix(weights[..., :S], pos)
+        if window:
+            out = out + window[1].mix(weights[..., S:], pos)
+        return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
     index = index[:, None] if index.ndim == 2 else index
     sets = index.unflatten(1, (min(Hkv, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
     chosen, live = sets.clamp(min=0).long().flatten(2), index >= 0
@@ -1150,7 +1157,6 @@ class Shape(NamedTuple):
     WIDE: int = 0  # of them those of a first product, a power of two
     NARROW: int = 0  # of a second one, padded
     CODES: Packing | None = None  # of channels
-    PER: int = 0  # neighbouring tokens of a tile that share channels' scales
     UNIT: int = 1  # divides all ranks of heads
     EARLY: bool = False  # the softmax lies in a branch, always taken, so that the next loads come before it
 
@@ -1232,7 +1238,7 @@ def _plain_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _plain_logits(query, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _plain_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of plain keys [.., D] of q's dtype."""
     (k_p,) = keys
     d = tl.arange(0, SHAPE.DP)
@@ -1330,7 +1336,7 @@ def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
 
 
 @jit
-def _latent_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _latent_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
     [Hkv, DP, r] are of q's dtype, or int8 with a scale a vector; a latent's last dims may lie in 4 bits."""
     latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
@@ -1383,7 +1389,7 @@ def _no_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _given_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _given_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
     """Given logits [T, GP]. A query's logits lie in line, by place and not by token."""
     logits_p, step_b, step_h, step_g = keys
     g = tl.arange(0, SHAPE.GP)[None, :]
@@ -1394,15 +1400,15 @@ def _given_logits(queries, keys, b, h, vector, place, token, live, pos, scale, S
 
 
 def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    (codes, low_scale, ring), (B, _, D) = keys, q.shape
-    tokens, width, R = *codes.shape[2:], ring.shape[1]
+    (codes, low_scale), (B, _, D) = keys, q.shape
+    tokens, width = codes.shape[2:]
     bits = width * 8 // D
-    need(bits in (2, 4) and R % 32 == 0, f"codes {list(codes.shape)} are of 2 or 4 bits, the ring of 32s")
+    need(bits in (2, 4), f"codes of keys are of 2 or 4 bits, not {list(codes.shape)}")
     given = {"codes of keys": (codes, torch.uint8, B, Hkv, tokens, D * bits // 8)}
     given["low_scale of keys"] = (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)
-    check(**given, ring=(ring, q.dtype, B, R, Hkv, D))
-    stores, steps = (codes, low_scale.view(torch.int32), ring, R, Hkv), (Hkv * tokens, tokens, 1)
-    return stores, steps, {"CODES": packing_of(bits, 32, width, power2(D, 16) * bits // 8), "PER": 32}
+    check(**given)
+    stores, steps = (codes, low_scale.view(torch.int32)), (Hkv * tokens, tokens, 1)
+    return stores, steps, {"CODES": packing_of(bits, 32, width, power2(D, 16) * bits // 8)}
 
 
 @jit
@@ -1414,31 +1420,29 @@ def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _channel_logits(query, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys. Rows hold codes. 32 tokens are a group: they share a minimum and a scale
-    of each channel. PER tokens of a tile lie in one group. The last R tokens are read from a ring."""
-    codes_p, low_scale_p, ring_p, R, Hkv = keys
+def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
+    """Logits [T, GP] of KIVI's keys. 32 tokens in line are a group: they share a minimum and a scale of each
+    channel."""
+    codes_p, low_scale_p = keys
     CODES: tl.constexpr = SHAPE.CODES
     BITS: tl.constexpr = CODES.BITS
     PLANES: tl.constexpr = CODES.PLANES
     RUN: tl.constexpr = CODES.RUN
-    PER: tl.constexpr = SHAPE.PER
     T: tl.constexpr = vector.shape[0]
     byte = tl.arange(0, RUN)
     mask = live[:, None] & (byte < CODES.WIDTH)[None, :]
     codes = tl.load(codes_p + vector[:, None] * CODES.WIDTH + byte[None, :], mask=mask, other=0)
-    group = tl.max(tl.reshape(tl.where(live, vector // 32, -1), [T // PER, PER]), 1)
+    group = tl.max(tl.reshape(tl.where(live, vector // 32, -1), [T // 32, 32]), 1)
     channel, inside = _columns(CODES)
     mask = (group >= 0)[:, None] & inside[None, :]
     pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
-    pairs = tl.reshape(pairs, [T // PER, 1, PLANES, RUN])
-    codes = tl.reshape(codes.to(tl.int32), [T // PER, PER, 1, RUN])
+    pairs = tl.reshape(pairs, [T // 32, 1, PLANES, RUN])
+    codes = tl.reshape(codes.to(tl.int32), [T // 32, 32, 1, RUN])
     codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
     # Codes become the lowest bits of 2**23, since conversions run at a quarter of the rate.
     codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
     k = tl.reshape(k, [T, PLANES * RUN]).to(query.dtype)
-    k = _from_ring(k, ring_p, R, Hkv, b, h, token, live, pos, CODES)
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -1459,7 +1463,7 @@ def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 
 @jit
-def _ragged_logits(queries, keys, b, h, vector, place, token, live, pos, scale, SHAPE: tl.constexpr):
+def _ragged_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
     """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V' [B, S, d_v]
     of each head."""
     query, d_qk, d_v, before_k, before_v = queries
@@ -1485,33 +1489,16 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
     """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum, scale) of
     each group, or one scale a vector."""
-    v, low_scale, ring = (*values, None, None)[:3]
-    B, Hkv, _, width = v.shape
-    paired, R = low_scale is not None and low_scale.ndim == 5, 1
+    v, low_scale = (*values, None)[:2]
+    width, paired = v.shape[3], low_scale is not None and low_scale.ndim == 5
     packing = value_packing(width * 8 // bits if bits < 16 else width, bits, not paired)
     need(bits == 16 or low_scale is not None, f"values of {bits} bits need low_scale")
     pairs = (packing.D // packing.GROUP, 2) if paired else ()
     stored = {"values": (v, q.dtype if bits == 16 else torch.uint8, width)}
     steps = check_store(*v.shape[:3], **stored, **{"scale of values": (low_scale, torch.float16, *pairs)})
     if bits == 16:
-        return (v, None, None, R, Hkv), steps, packing
-    if ring is not None:
-        R = ring.shape[1]
-        check(**{"ring of values": (ring, q.dtype, B, R, Hkv, packing.D)})
-    words = low_scale.view(torch.int32) if paired else low_scale
-    return (v.view(torch.int32), words, ring, R, Hkv), steps, packing
-
-
-@jit
-def _from_ring(x, ring_p, R, Hkv, b, h, token, live, pos, PACKING: tl.constexpr):
-    """x [T, C], where the last R tokens are read from a ring [B, R, Hkv, D]."""
-    recent = live & (token > pos - R)
-    if tl.max(recent.to(tl.int32), 0) > 0:
-        channel, inside = _columns(PACKING)
-        at = ((b * R + token % R) * Hkv + h)[:, None] * PACKING.D + channel[None, :]
-        ring = tl.load(ring_p + at, mask=recent[:, None] & inside[None, :], other=0.0)
-        x = tl.where(recent[:, None], ring, x)
-    return x
+        return (v, None), steps, packing
+    return (v.view(torch.int32), low_scale.view(torch.int32) if paired else low_scale), steps, packing
 
 
 @jit
@@ -1579,19 +1566,15 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
 
 
 @jit
-def _values(values, k, b, h, vector, token, live, pos, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C], plain or decoded. Beside codes the last R tokens may lie in a ring [B, R, Hkv, DV]. Without
-    stored values V is the keys k."""
-    values_p, pairs_p, ring_p, R, Hkv = values
+def _values(values, k, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr):
+    """V [T, C], plain or decoded. Without stored values V is the keys k."""
+    values_p, pairs_p = values
     if values_p is None:
-        v = k
+        return k
     elif pairs_p is None:
-        v = _plain_values(values_p, vector, live, PACKING)
+        return _plain_values(values_p, vector, live, PACKING)
     else:
-        v = _code_values(values_p, pairs_p, vector, live, dtype, PACKING)
-        if ring_p is not None:
-            v = _from_ring(v, ring_p, R, Hkv, b, h, token, live, pos, PACKING)
-    return v
+        return _code_values(values_p, pairs_p, vector, live, dtype, PACKING)
 
 
 # ---- the kernel, and the one that joins its splits
@@ -1678,7 +1661,7 @@ def _attend_kernel(
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 vector = (b * z + slot) * Hkv + h
-                logits, _ = _plain_logits(exact, exact_k, b, h, vector, slot, slot, live, pos, scale, SHAPE)
+                logits, _ = _plain_logits(exact, exact_k, b, h, vector, slot, slot, live, scale, SHAPE)
                 v = _plain_values(window_v_p, vector, live, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
@@ -1693,8 +1676,8 @@ def _attend_kernel(
             live = place < length
         key_vector = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_vector = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, pos, scale, SHAPE)
-        v = _values(values, k, b, h, value_vector, token, live, pos, dtype, PACKING)
+        logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, scale, SHAPE)
+        v = _values(values, k, value_vector, live, dtype, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
@@ -1803,22 +1786,22 @@ def launch_attend(
                  rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are
                  int8 with scales, or of q's dtype without
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale
-                 [B, Hkv, n, D, 2] fp16; ring [B, R, Hkv, D], from which the last R tokens are read
+                 [B, Hkv, n, D, 2] fp16
         logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong to the
                  tokens of an index [B, n]; without one to all
     values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8 and
-    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a vector. If the last R tokens are read
-    from a ring [B, R, Hkv, DV], it follows. index int32 names the tokens to attend, -1 for none. It is [B, n]
-    for all heads, [B, Hkv, n] or [B, Hq, n]. Without it all tokens up to pos - z are attended, at most S.
-    window is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the
-    left. () is no window, z = 0."""
+    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a vector.
+    index int32 names the tokens to attend, -1 for none. It is [B, n] for all heads, [B, Hkv, n] or
+    [B, Hq, n]; of channels there is none. Without it all tokens up to pos - z are attended, at most S. window
+    is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the left. () is
+    no window, z = 0."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
     need(tokens >= n, f"keys of {tokens} tokens do not fit values of {n}")
     check_keys, *functions = KEYS[kind]
     key_stores, key_steps, sizes = check_keys(q, keys, Hkv)
-    value_stores, value_steps, packing = (None,) * 5, (0, 0, 0), packing_of(16, 1, DV, power2(D, 16))
+    value_stores, value_steps, packing = (None, None), (0, 0, 0), packing_of(16, 1, DV, power2(D, 16))
     if kind != "mla":
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
@@ -1839,8 +1822,7 @@ def launch_attend(
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
     T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
-    if kind == "channels" and index is not None:
-        sizes["PER"] = 1  # each chosen token looks its group up
+    need(kind != "channels" or index is None, "of channels all tokens are attended")
     if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
@@ -1963,7 +1945,7 @@ def launch_attend_ragged(
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None,) * 5, None, 0, None, None, pos, *parts,
+        q, (packed, table, B, S, Hkv), (None, None), None, 0, None, None, pos, *parts,
         (0, 0, 0), (0, 0, 0), S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
         packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
     )  # fmt: skip

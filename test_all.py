@@ -159,8 +159,6 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("fdc", {"rate": 0.3}),
     ("dense", {}),
     ("topk", {"keep": 24, "sinks": 2, "recent": 4}),
-    ("topk", {"keep": 24, "kv_bits": 4}),
-    ("topk", {"keep": 24, "kv_bits": 2}),
     ("kivi", {"bits": 2, "residual": 32}),
     ("kivi", {"bits": 4, "residual": 64}),
 ]
@@ -534,7 +532,7 @@ def forms(tests) -> list:
     found = {}
     for method, options in tests.CASES:
         form = map(options.get, ("reduced", "residual", "form"))
-        found.setdefault(("kv_bits" if "kv_bits" in options else method, *form), (method, options))
+        found.setdefault((method, *form), (method, options))
     return tests.CASES if "COMPILE_ALL" in os.environ else list(found.values())
 
 
@@ -751,7 +749,7 @@ SPLITS = [case for case in CASES if case[0] != "lrqk"]  # whose prompt alone dec
 @over("method, options", lambda tests: tests.SPLITS)
 def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
     """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
-    options, ids, last, whole = options | skip_none(method), random_ids(48), torch.tensor([47]), {}
+    options, ids, whole = options | skip_none(method), random_ids(48), {}
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
@@ -763,9 +761,8 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
             engine.step()
         (cache,) = engine.caches
         buffers = dict(cache.named_buffers())
-        for name in ("keys", "values") if "keys.codes" in buffers else ():
-            buffers = {key: x for key, x in buffers.items() if not key.startswith(name)}
-            buffers[name] = getattr(cache, name).read(last)[:, :, :48]
+        if "keys.codes" in buffers:
+            buffers = dict(zip(("keys", "values"), cache.past(0, 48), strict=True))
         for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
@@ -779,7 +776,7 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     cache, (q, k, v) = scene(method, 40, 57, 60, **options | skip_none(method))
     past, pos, k_all = [x.clone() for x in cache.past(0, 40)], torch.tensor([39]), cache.rope(k, slice(0, 57))
     for store in cache.modules():
-        if hasattr(store, "past") and store not in (cache, *(getattr(cache, "window", ()))):
+        if hasattr(store, "past") and hasattr(store, "read") and store not in cache.window:
             got, read = store.past(0, 40), store.read(pos)[0].transpose(0, 1)
             assert error(got, read[: len(got)]) < 1e-6, store
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
@@ -1382,17 +1379,6 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
     logits = kernels.token_logits(q, codes, scale[..., 0])
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_kv_bits_selects_on_unpacked_keys_and_packs_k_and_v_alone(bits):
-    """As a plain cache that holds the same quantised K and V."""
-    (packed, qkv), (plain, _) = (scene("topk", 160, 170, keep=24, kv_bits=b) for b in (bits, 16))
-    unpacked_k, unpacked_v = (x.read(torch.tensor([160])) for x in (packed.keys, packed.values))
-    assert error(unpacked_k[0, :, :128], plain.keys.vectors[0, :, :128]) > 0.01
-    assert torch.equal(unpacked_k[0, :, 128:160], plain.keys.vectors[0, :, 128:160])  # the residual
-    plain.keys.vectors.copy_(unpacked_k), plain.values.vectors.copy_(unpacked_v)
-    assert error(step(packed, 160, *qkv), step(plain, 160, *qkv)) < 1e-5
 
 
 @over("method, options", lambda tests: tests.CASES)
@@ -2565,20 +2551,7 @@ JOINT_LATENTS = ["joint latents", "joint mixed latents"]
 FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
 
 
-def with_ring(decoded, pos, read, seed, dtype):
-    """decoded [B, Hkv, S, D] in fp32, but for the last R tokens out of a ring [B, R, Hkv, D]; the ring, NaN
-    in the slots that are not read; and which tokens it has [B, S]."""
-    B, Hkv, S, D = decoded.shape
-    R = 96 if S > 300 else 32  # several tiles, or one
-    exact = torch.arange(S, device=DEVICE) > pos[:, None] - R
-    ring, slot = randn(B, R, Hkv, D, seed=seed, dtype=dtype), torch.arange(S, device=DEVICE) % R
-    truth = torch.where(exact[:, None, :, None], ring[:, slot].transpose(1, 2).float(), decoded)
-    used = (read & exact[:, None])[..., None] & (slot[:, None] == torch.arange(R, device=DEVICE))
-    ring.transpose(1, 2)[~used.any(2)] = NAN
-    return truth, ring, exact
-
-
-def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
+def stored_keys(form, dtype, read, D, r=24, bits=4):
     """Random stores of a format as launch_attend takes them, NaN where a KV head does not read a token
     (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
     B, Hkv, S = read.shape
@@ -2588,10 +2561,9 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     k = k.contiguous()
     if form == "channels":
         codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), bits, 32, -2)
-        decoded = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
-        truth, ring, exact = with_ring(decoded, pos, read, 4, dtype)
-        coded = F.pad(read & ~exact[:, None], (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
-        return [codes, poison(low_scale, ~coded), ring], truth
+        truth = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
+        coded = F.pad(read, (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
+        return [codes, poison(low_scale, ~coded)], truth
     joint = "joint" in form
     cos, sin = rope_tables(tiny_config(head_dim=D), S, torch.device(DEVICE))
     latent = randn(B, 1 if joint else Hkv, S, r, dtype=dtype)
@@ -2616,8 +2588,8 @@ def stored_keys(form, dtype, read, D, pos, r=24, bits=4):
     return [*stores, *paired, kernels.rope_pairs(cos, sin, dtype)], truth
 
 
-def stored_values(form, dtype, read, DV, bits, pos):
-    """The same of values: by token, beside channels by head and with a ring."""
+def stored_values(form, dtype, read, DV, bits):
+    """The same of values: by token, beside channels by head."""
     B, Hkv, S = read.shape
     v = randn(B, S, Hkv, DV, seed=6, dtype=dtype)
     v = v.transpose(1, 2).contiguous() if form == "channels" else v
@@ -2631,10 +2603,7 @@ def stored_values(form, dtype, read, DV, bits, pos):
         codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
     if bits == 16:
         return [poison(codes, ~read)], truth
-    if form != "channels":
-        return [codes, poison(low_scale, ~read)], truth
-    truth, ring, exact = with_ring(truth, pos, read, 9, dtype)
-    return [codes, poison(low_scale, ~read | exact[:, None]), ring], truth
+    return [codes, poison(low_scale, ~read)], truth
 
 
 def chosen_tokens(sets, n, B, S, pos):
@@ -2666,8 +2635,8 @@ def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=
     if written:
         read = (places <= pos[:, None])[:, None].expand(-1, Hkv, -1)
     q = randn(B, Hq, D, dtype=dtype)
-    keys, k = stored_keys(form, dtype, read, D, pos, r, 2 if bits == 2 else 4)
-    values, v = stored_values(form, dtype, read, DV, bits, pos)
+    keys, k = stored_keys(form, dtype, read, D, r, 2 if bits == 2 else 4)
+    values, v = stored_values(form, dtype, read, DV, bits)
     window = [randn(B, z, Hkv, width, seed=7, dtype=dtype) for width in (D, DV)] if z else []
     if rise:
         factors = torch.linspace(*rise, z, device=DEVICE)[:, None, None]
@@ -2706,7 +2675,7 @@ INDEXES = ["all", "row", "KV head", "query head"]
 @poisoned
 def test_kernel_attend(dtype, form, tokens, sizes):
     """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
-    check_attend(dtype, form, tokens, *sizes)
+    check_attend(dtype, form, "all" if form == "channels" else tokens, *sizes)
 
 
 # KV heads, D, tokens a tile, ranks a step, splits.
@@ -2719,7 +2688,8 @@ TILED = [*pairwise(FORMATS, ["all", "query head"], TILES), ("plain", "all", (1, 
 def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
     Hkv, D, tile, step, splits = sizes
-    tile = max(32, tile) if form == "channels" else tile  # whole groups of 32 tokens
+    if form == "channels":
+        tile, tokens = max(32, tile), "all"  # whole groups of 32 tokens
     step = max(64, step) if "mixed" in form else step
     monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
     monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
@@ -2745,7 +2715,7 @@ LATENT_ROWS = [  # tokens, B, S, Hkv, G, bits, z, n, r
     ("all", 1, 3000, 8, 4, 4, 64, 0, 256),
 ]
 REAL_SIZES = [(form, *row) for form in JOINT_LATENTS for row in LATENT_ROWS]
-REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 0, 0, 0) for G in (1, 4)]
+REAL_SIZES += [("channels", "all", 4, 3000, 8, G, 4, 128, 0, 0) for G in (1, 4)]
 REAL_SIZES += [("plain", tokens, 4, 3000, 8, 4, 16, 0, 448, 0) for tokens in ("all", "KV head")]
 
 
@@ -2887,8 +2857,8 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             window = [zeros(B, 80, H, D)] * 2
             codes = [zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, D // 32, 2, dtype=half)]
             scale = zeros(B, H, S, dtype=fp32)
-            rope, ring = zeros(S, D // 2, 2, dtype=half), zeros(B, 128, H, D)
-            channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half), ring]
+            rope = zeros(S, D // 2, 2, dtype=half)
+            channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half)]
             bias = zeros(H, D, 1, dtype=fp32)
             latent = [zeros(B, H, S, 256), None, None, zeros(H, D, 256), None, bias, rope]
             mixed = [zeros(B, H, S, 128, dtype=i8), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
@@ -2899,9 +2869,9 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             spread = [codes[0], scale.half()]
             cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
             cases += [("latents", mixed, spread, 4, window)]
-            cases += [("channels", channels, [*codes, ring], 4, [])]
+            cases += [("channels", channels, codes, 4, window)]
             for kind, keys, values, bits, beside in cases:
-                for index in (None, zeros(B, H * G, 448, dtype=i32)):
+                for index in (None, zeros(B, H * G, 448, dtype=i32))[: 1 if kind == "channels" else 2]:
                     kernels.launch_attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
             for rule in ("each", "largest", "softmax"):
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
@@ -3044,7 +3014,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("elitekv", {}, 2, "mla"),
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
-    ("topk", {"keep": 32, "kv_bits": 4}, 2, "channels scores select"),
+    ("topk", {"keep": 32}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
     ("topk", {"keep": 32, "sinks": 2, "recent": 4}, 2, "plain scores select"),
@@ -3077,7 +3047,7 @@ def good_arguments(name: str) -> dict:
     if name in FORMATS:
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
         tokens, G = ("row", 1) if "latents" in name else ("all", 2)
-        sizes = 1, 40, 2, G, 32, 32, 4, 0 if name == "channels" else 4, (39,)
+        sizes = 1, 40, 2, G, 32, 32, 4, 4, (39,)
         given, _ = attend_case(torch.float32, name, tokens, *sizes, written=True)
         return dict(zip(names, given, strict=True))
     pos, q = positions(9), randn(1, 2, 16)
@@ -3138,7 +3108,8 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("joint latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
     ("joint latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
     ("joint latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
-    ("channels", {"keys": other(2, lambda x: x[:, :20])}, "2 or 4 bits, the ring of 32s"),
+    ("channels", {"keys": other(0, lambda x: x[..., :4])}, "2 or 4 bits, not"),
+    ("channels", {"index": lambda _: positions(1, 2).view(1, 2)}, "of channels all tokens are attended"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
     ("append", {"latent": lambda x: x.mT.contiguous().mT}, "row of latent must be contiguous"),
     ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),

@@ -61,11 +61,9 @@ def attend(
     attends keys in KIVI's codes that queries share (shares_keys), another makes the logits of chosen keys,
     rebuilt from latents of all heads (streams_basis)."""
     (_, Hq, D), Hkv = q.shape, values[0].shape[1]
-    if index is None and kind == "channels" and not window:
-        rings = [x.shape for x in keys[2:]] == [x.shape for x in values[2:]]
-        fits = rings and values[0].shape[3] * 8 // bits == D and shares_keys(q, Hq // Hkv, bits)
-        if fits and aligned(*keys, *values):
-            return _attend_shared(q, key_stores, value_stores, pos, bits, scale)
+    if index is None and kind == "channels" and window and shares_keys(q, Hq // Hkv, bits):
+        if values[0].shape[3] * 8 // bits == D and aligned(*keys, *values):
+            return _attend_shared(q, key_stores, value_stores, window, pos, bits, scale)
     if index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
         joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
@@ -450,10 +448,10 @@ def _shared_keys_kernel(
     codes,  # of values [B * Hkv * S, D * BITS / 32], words
     pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
     q_p,  # [B, Hq, D]
-    k_ring_p, v_ring_p,  # keys and values of the last R tokens [B, R, Hkv, D]
+    window_k_p, window_v_p,  # exact keys and values [B, z, Hkv, D] of the last tokens
     pos_p,  # [B] int32
     max_p, sum_p, out_p,  # of split_outputs
-    k_tokens, S, R, scale,
+    k_tokens, S, z, scale,
     G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # A program is one warp, and nothing moves between its threads but maxima: keys and values are decoded
@@ -467,7 +465,7 @@ def _shared_keys_kernel(
     split, splits = gl.program_id(0), gl.num_programs(0)
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
     row, pos = b * Hkv + h, gl.load(pos_p + b)
-    length = gl.maximum(pos + 1 - R, 0)  # tokens that are read from codes
+    length = gl.maximum(pos + 1 - z, 0)  # tokens that are read from codes
     # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by side,
     # which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
@@ -495,13 +493,13 @@ def _shared_keys_kernel(
     total = gl.full([8, T], 0.0, gl.float32, LOGITS)
     out = gl.full([D, 8], 0.0, gl.float32, MMA)
     token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
-    # 3. The last R tokens, from their rings.
-    for start in range(split * T, gl.minimum(R, pos + 1), splits * T):
-        place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # they fill from the left
-        at = ((b * R + place) * Hkv + h)[:, None] * D + d
-        k = gl.load(k_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+    # 3. The exact window.
+    for start in range(split * T, gl.minimum(z, pos + 1), splits * T):
+        place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # it fills from the left
+        at = ((b * z + place) * Hkv + h)[:, None] * D + d
+        k = gl.load(window_k_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
         weight, top, total, out = _soften(query, k, start + token <= pos, scale, top, total, out, N)
-        v = gl.load(v_ring_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
+        v = gl.load(window_v_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
         out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
     # 4. The others.
     token += split * T
@@ -533,10 +531,12 @@ def _shared_keys_kernel(
     gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
 
 
-def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int, scale: float) -> Tensor:
+def _attend_shared(
+    q: Tensor, keys: tuple, values: tuple, window: Sequence[Tensor], pos: Tensor, bits: int, scale: float
+) -> Tensor:  # fmt: skip
     """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would pile up."""
-    (B, Hq, D), (k, key_pairs, k_ring, R, _), (codes, pairs, v_ring, _, Hkv) = q.shape, keys, values
-    (k_tokens, width), S = k.shape[2:], codes.shape[2]
+    (B, Hq, D), (k, key_pairs), (codes, pairs), z = q.shape, keys, values, window[0].shape[1]
+    (k_tokens, width), (Hkv, S) = k.shape[2:], codes.shape[1:3]
     stores = k.view(torch.int32), key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
@@ -549,7 +549,7 @@ def _attend_shared(q: Tensor, keys: tuple, values: tuple, pos: Tensor, bits: int
         return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
 
     _shared_keys_kernel[splits, Hkv, B](
-        *map(block, stores), q, k_ring, v_ring, pos, *parts, k_tokens, S, R, scale * kernels.LOG2E, Hq // Hkv,
+        *map(block, stores), q, *window, pos, *parts, k_tokens, S, z, scale * kernels.LOG2E, Hq // Hkv,
         width * 8 // D, bits, stages, num_warps=1,
     )  # fmt: skip
     return kernels.merge_splits(out, parts)

@@ -929,7 +929,7 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch):
 
 @needs_hopper
 def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    given, _ = attend_case(torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 0, (299, 100))
+    given, _ = attend_case(torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100))
     torch.library.opcheck(kernels.launch_attend, given)
     torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
@@ -1003,7 +1003,7 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
     (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
     every = torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE)
-    _, k = stored_keys("joint latents", dtype, every, 32, rest[2])
+    _, k = stored_keys("joint latents", dtype, every, 32)
 
     def make_logits(q, index, *_):
         logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
@@ -1040,8 +1040,9 @@ def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs
     """One program a head, which writes the result itself, several, and more than short rows have tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "_attend_kernel", None)
-    for B, S, Hkv, pos in ((4, 1001, 3, (1000, 0, 511, 32)), (2, 7, 1, (6, 2)), (3, 96, 2, (95, 64, 63))):
-        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, 0, pos)
+    sizes = (4, 1001, 3, 96, (1000, 0, 511, 32)), (2, 7, 1, 32, (6, 2)), (3, 96, 2, 32, (95, 64, 63))
+    for B, S, Hkv, z, pos in sizes:
+        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos)
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -1052,7 +1053,7 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
     for kernel in ("_streamed_logits", "_attend_shared"):
         monkeypatch.setattr(hopper, kernel, None)
     case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
-    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8 * joint, (80,), written=True)
+    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8, (80,), written=True)
     first, *others = given[2]
     stored = first[:, :1] if joint else first
     context = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
@@ -1389,7 +1390,7 @@ LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint mixed latents", 32
 LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 0, 0) for bits in SHARED]),
+    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 64, 0) for bits in SHARED]),
     ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
 ]
 
@@ -1401,7 +1402,8 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
             given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
             return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
         Hkv, G, D, bits, z, r = sizes
-        case = (torch.bfloat16, what, "row" if z else "all", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
+        tokens = "all" if what == "channels" else "row"
+        case = (torch.bfloat16, what, tokens, 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
         return attend_case(*case, n=448, r=r)[0]
 
     torch.save([arguments(*case) for case in cases], tmp_path / "calls")
