@@ -1024,10 +1024,12 @@ class SalsCache(Cache):
             query = projected[0][:, None] if projected else summed_query(q, self.up, self.config.n_kv_heads)
             return kernels.scores(query, *stored, "each", kernel=self.kernel).flatten(1)
         (block, *rotations), (run, *each) = self.blocks, self.runs
-        queries, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, kernel=self.kernel)
+        how = {"coded": stored[1] is not None, "kernel": self.kernel}
+        queries, query_scale, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, **how)
         if run < block and self.mean is not None:
             offset = mean_logits(rotated, *each, self.mean)
-        scores = kernels.scores(queries, *stored, "softmax", block, offset, run, kernel=self.kernel)
+        how = block, offset, run, query_scale
+        scores = kernels.scores(queries, *stored, "softmax", *how, kernel=self.kernel)
         return scores.flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ def block_queries_reference(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, 
     c, s = cos[:, None, None], sin[:, None, None]
     turned = torch.cat((a * c + b * s, b * c - a * s), -1).to(q.dtype)  # [B, n, Hkv, G, D]
     queries = torch.einsum("bnhgd,hdr->bnhgr", turned, basis).flatten(2, 3)
-    return queries, None if mean is None else mean_logits(q, cos, sin, mean)
+    return queries, None, None if mean is None else mean_logits(q, cos, sin, mean)
 
 
 def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
@@ -354,9 +354,10 @@ def _block_queries_kernel(
     sin_p,
     basis_p,  # [Hkv, D, r*]
     mean_p,  # [Hkv, D] fp32
-    query_p,  # [B, n, Hkv, G, r*]
+    query_p,  # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
+    query_scale_p,  # [B, n, Hkv, G] fp32, or None
     offset_p,  # [B, n, Hkv, G] fp32
-    rows,  # B n G: of a KV head
+    B,
     n,
     r_score,
     G: tl.constexpr,
@@ -373,69 +374,86 @@ def _block_queries_kernel(
     upper = tl.load(basis_at, mask=basis_mask, other=0.0)  # weights: before the wait
     lower = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
     row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    place, g = row // G, row % G
-    block, live = place % n, row < rows
+    g, b, block = row % G, row // G % B, row // G // B  # most of a program's rows share a rotation
+    live = block < n
     mask = live[:, None] & inside[None, :]
     cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
     sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
     _wait_for_previous()
-    q_at = q_p + ((place // n * Hkv + h) * G + g)[:, None] * D + pair[None, :]
-    a = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
+    q_at = q_p + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
+    first = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
     _let_next_begin()
-    a, b = a * cos + b * sin, b * cos - a * sin
-    out_row = (place * Hkv + h) * G + g
+    first, second = first * cos + second * sin, second * cos - first * sin
+    out_row = ((b * n + block) * Hkv + h) * G + g
     if tl.program_id(2) == 0:
         x = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
         y = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
-        tl.store(offset_p + out_row, tl.sum(a * x + b * y, 1), mask=live)
-    query = tl.dot(a.to(upper.dtype), upper, input_precision="ieee")
-    query = tl.dot(b.to(upper.dtype), lower, query, input_precision="ieee")
+        tl.store(offset_p + out_row, tl.sum(first * x + second * y, 1), mask=live)
+    query = tl.dot(first.to(upper.dtype), upper, input_precision="ieee")
+    query = tl.dot(second.to(upper.dtype), lower, query, input_precision="ieee")
     out_mask = live[:, None] & (rank < r_score)[None, :]
     out_at = query_p + out_row[:, None] * r_score + rank[None, :]
+    if query_scale_p is not None:  # a program has all ranks
+        query, low, scale = _split_queries(query)
+        tl.store(query_scale_p + out_row, scale, mask=live)
+        tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
     tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
 
 
-def queried(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """The shapes of what block_queries gives."""
-    heads = len(q), len(cos), q.shape[1]
-    return q.new_empty(*heads, basis.shape[1]), q.new_empty(heads, dtype=torch.float32)
+def queried(
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes of what launch_block_queries gives; not coded, there are no scales."""
+    heads, parts = (len(q), len(cos), q.shape[1]), (2,) * coded
+    queries = q.new_empty(*parts, *heads, basis.shape[1], dtype=torch.int8 if coded else q.dtype)
+    return queries, *(q.new_empty(n, *heads[1:], dtype=torch.float32) for n in (coded * len(q), len(q)))
 
 
 @operator(queried)
 def launch_block_queries(
-    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     (B, Hq, D), (n, half), (width, r_score) = q.shape, cos.shape, basis.shape
     Hkv = width // D
     need(D == 2 * half and width == Hkv * D and Hq % Hkv == 0, "q, rotations and basis do not fit")
     f32, given = torch.float32, {"q": (q, q.dtype, B, Hq, D), "basis": (basis, q.dtype, width, r_score)}
     check(**given, cos=(cos, f32, n, half), sin=(sin, f32, n, half), mean=(mean, f32, width))
-    queries, offset = queried(q, cos, sin, basis, mean)
+    queries, query_scale, offset = queried(q, cos, sin, basis, mean, coded)
     G, rows = Hq // Hkv, B * n * Hq // Hkv
+    RB = power2(r_score, 16)
+    if not coded:
+        RB = min(RB, 64 if q.element_size() == 4 else 128)
     T = min(64, power2(rows, 16))
-    # As many ranks as leave every multiprocessor a program.
-    RB = min(64 if q.element_size() == 4 else 128, power2(r_score, 16))
-    while RB > 32 and cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
-        RB //= 2
+    while T > 16 and cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:  # a program for each multiprocessor
+        T //= 2
     _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
-        q, cos, sin, basis, mean, queries, offset, rows, n, r_score, G, D, T, RB, num_warps=4,
-        **overlapped(q.device),
+        q, cos, sin, basis, mean, queries, query_scale if coded else None, offset, B, n, r_score, G, D, T, RB,
+        num_warps=8 if RB > 128 else 4, **overlapped(q.device),
     )  # fmt: skip
-    return queries, offset
+    return queries, query_scale, offset
+
+
+def takes_codes(q: Tensor, r_score: int) -> bool:
+    """Whether int8 codes of r* numbers, for queries q [.., N, *], fit the kernels of both blocks."""
+    return q.element_size() == 2 and r_score <= 256 and power2(q.shape[-2], 8) * r_score <= 32768
 
 
 def block_queries(
-    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None, kernel: bool
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None, coded: bool, kernel: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
 
     q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32 (ours: the paper scores
-    without RoPE). The products with its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, are
-    [B, n, Hq, r*]; those with its part of the mean [Hkv * D] fp32, or None, are [B, n, Hq] fp32."""
-    if kernel and mean is not None:
-        return launch_block_queries(q.contiguous(), cos, sin, basis, mean)
-    return block_queries_reference(q, cos, sin, basis, mean)
+    without RoPE). Gives three tensors: the products with its KV head's rows of the basis U_r* [Hkv * D, r*],
+    of q's dtype, [B, n, Hq, r*]; None; and those with its part of the mean [Hkv * D] fp32, or None,
+    [B, n, Hq] fp32. For `coded` vectors a kernel may give int8 codes of the queries, [2, B, n, Hq, r*], and
+    in the place of None their scales [B, n, Hq] fp32 (_split_queries)."""
+    if not kernel or mean is None:
+        return block_queries_reference(q, cos, sin, basis, mean)
+    coded = coded and takes_codes(q, basis.shape[1])
+    queries, query_scale, offset = launch_block_queries(q.contiguous(), cos, sin, basis, mean, coded)
+    return queries, query_scale if coded else None, offset
 
 
 # ---------------------------------------------------------------------------------------------------- scores
@@ -504,7 +522,7 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
     """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
-        return 128 if RB <= 256 else 64, RB, 4, 4 if RB < 256 else 2, 2 * SMS
+        return 128 if RB <= 256 else 64, RB, 4, 3 if RB < 256 else 2, 2 * SMS
     RB = min(power2(r_score, 16), 64)
     T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of vectors and of logits
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
@@ -512,7 +530,8 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
 
 @jit
 def _scores_kernel(
-    query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]
+    query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]; with scales int8 [2, ...], high and low
+    query_scale_p,  # [B, blocks, H, N] fp32, or None
     vectors_p,  # [B, H, S, r] of the queries' dtype, or int8
     vector_scale_p,  # [B, H, S] fp32; None: vectors are not int8
     offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
@@ -521,7 +540,7 @@ def _scores_kernel(
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
     sum_p,  # sums of splits [B, H, splits, NP] fp32
-    query_steps,  # numbers between the queries of two rows of the batch, two blocks and two heads
+    query_steps,  # numbers between queries of two rows of the batch, blocks and heads, and from high to low
     steps,  # vectors between two rows of the batch, two heads and two tokens
     S,
     tiles,
@@ -537,7 +556,6 @@ def _scores_kernel(
     RULE: tl.constexpr,
     STAGES: tl.constexpr,  # tiles in flight
     ONE_RUN: tl.constexpr,  # does a tile lie in one run?
-    EACH_TILE: tl.constexpr,  # does each tile load its block's queries? Else a program has one block
 ):
     """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under rule each.
 
@@ -553,24 +571,23 @@ def _scores_kernel(
     # The tiles of this program. Dead tiles are left out where a second kernel writes the scores.
     count = tiles if RULE == "each" else tl.cdiv(length, T)
     share = tl.cdiv(count, splits)
-    if per_block is not None and not EACH_TILE:
-        share = per_block
-        query_p += tl.cast(split, tl.int64) * query_steps[1]
     first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_at = query_p + b * query_steps[0] + h * query_steps[2] + n[:, None] * r_score + dims
+    query_row = b * query_steps[0] + h * query_steps[2]
     query_mask = (n < N)[:, None] & (dims < r_score)
     # Int8 vectors are multiplied as they are, by queries that are split, too.
     SPLIT: tl.constexpr = vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    if NR == 1 and not EACH_TILE:
-        queries = _tile_queries(query_at, query_mask, SPLIT)
+    if NR == 1 and per_block is None:
+        query_at = query_p + query_row + n[:, None] * r_score + dims
+        query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
     # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
     # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
     for tile in tl.range(first, stop, num_stages=STAGES):
-        tile_query_at = query_at
-        if EACH_TILE:
-            tile_query_at += tl.cast(tile // per_block, tl.int64) * query_steps[1]
+        tile_row = query_row
+        if per_block is not None:
+            tile_row += tl.cast(tile // per_block, tl.int64) * query_steps[1]
+        query_at = query_p + tile_row + n[:, None] * r_score + dims
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live = tokens < length
         vector = b * steps[0] + h * steps[1] + tokens * steps[2]
@@ -581,9 +598,12 @@ def _scores_kernel(
         vector_at = vectors_p + vector[:, None] * r + dims
         if NR == 1:
             vector_tile = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
-            if EACH_TILE:
-                queries = _tile_queries(tile_query_at, query_mask, SPLIT)
-            query, low, query_scale = queries
+            if query_scale_p is not None:
+                query = tl.load(query_at, mask=query_mask, other=0)
+                low = tl.load(query_at + query_steps[3], mask=query_mask, other=0)
+                query_scale = tl.load(query_scale_p + tile_row // r_score + n, mask=n < N, other=0.0)
+            elif per_block is not None:
+                query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
             if SPLIT:
                 coarse = tl.dot(vector_tile, tl.trans(query), out_dtype=tl.int32)
                 fine = tl.dot(vector_tile, tl.trans(low), out_dtype=tl.int32)
@@ -595,10 +615,10 @@ def _scores_kernel(
             for i in range(0, NR * RB, RB):
                 inside = dims + i < r_score
                 vector_tile = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
-                part = tl.load(tile_query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                part = tl.load(query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
                 logits = tl.dot(vector_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
         # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
-        if (EACH_TILE and ONE_RUN) or tile < stop:
+        if (per_block is not None and ONE_RUN) or tile < stop:
             logits *= vector_scale
             if offset_p is not None:
                 if ONE_RUN:
@@ -679,21 +699,30 @@ def _reduce_scores_kernel(
         tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
 
 
+@functools.lru_cache
+def tiles_a_program(tiles: int, rows: int, programs: int) -> int:
+    """How many of a row's tiles a program takes, if so many programs run at a time: each wave of them lasts
+    as long as its tiles, and one more to begin."""
+    return min(range(1, tiles + 1), key=lambda n: cdiv(cdiv(tiles, n) * rows, programs) * (n + 1))
+
+
 @operator(
-    lambda queries, vectors, vector_scale, pos, scale, rule, *_: vectors.new_empty(
+    lambda queries, vectors, vector_scale, pos, scale, rule, *_, **more: vectors.new_empty(
         (len(vectors), vectors.shape[1] * (queries.shape[-2] if rule == "each" else 1), vectors.shape[2]),
         dtype=torch.float32,
     )
 )
 def launch_scores(
     queries: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1
+    block: int = 0, offset: Tensor | None = None, run: int = 1, query_scale: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], and block is a multiple of 16.
-    vectors [B, H, S, r] are a view (check_store). Rule each gives [B, H * N, S]."""
+    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], in codes [2, B, n, H, N, r*],
+    and block is a multiple of 16. vectors [B, H, S, r] are a view (check_store). Rule each gives
+    [B, H * N, S]."""
     *_, H, N, r_score = queries.shape
-    (B, _, S, r), blocks = vectors.shape, tuple(queries.shape[1:-3])
-    fits = len(queries) == B and r_score <= r
+    (B, _, S, r), coded = vectors.shape, query_scale is not None
+    first = queries[0] if coded else queries
+    blocks, fits = tuple(first.shape[1:-3]), len(first) == B and r_score <= r
     need(fits, f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
     need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
@@ -701,36 +730,36 @@ def launch_scores(
     dtype = queries.dtype if vector_scale is None else torch.int8
     stored = {"vectors": (vectors, dtype, r), "scale of vectors": (vector_scale, torch.float32)}
     steps = check_store(B, H, S, **stored)
-    given = {"queries": (queries[0], queries.dtype, *blocks, H, N, r_score)}
+    given = {"queries": (first[0], torch.int8 if coded else queries.dtype, *blocks, H, N, r_score)}
+    given["scale of queries"] = (query_scale, torch.float32, B, *blocks, H * N)
     given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
     check(pos=(pos, torch.int32, B), **given)
-    query_steps = (queries.stride(0), H * N * r_score, N * r_score)
+    query_steps = (first.stride(0), H * N * r_score, N * r_score, queries.stride(0))
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
     T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
+    need(not coded or RB >= r_score and dtype == torch.int8, "queries in codes do not fit the vectors")
     if block:
         T = min(T, block & -block)  # a power of two that divides it
     tiles = cdiv(S, T)
-    # Every program of the second kernel reads the sums of all splits.
-    splits = max(1, min(tiles, programs // (B * H), max(128, 256 // B)))
-    each_tile = bool(block) and not splits // 2 <= cdiv(S, block) <= splits  # a block for each is one wave
-    splits = cdiv(S, block) if block and not each_tile else splits
+    splits = cdiv(tiles, tiles_a_program(tiles, B * H, programs))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
     half = torch.float32 if queries.dtype == torch.float32 else torch.float16
     kept = empty(B, H, S, NP, dtype=half) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, vectors, vector_scale, offset, pos, kept, *sums, query_steps, steps, S, tiles,
+        queries, query_scale, vectors, vector_scale, offset, pos, kept, *sums, query_steps, steps, S, tiles,
         r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
-        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, each_tile, num_warps=warps, num_stages=stages,
+        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, num_warps=warps, num_stages=stages,
         **overlapped(vectors.device),
     )  # fmt: skip
     if rule == "each":
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
+    warps = max(1, min(4, power2(splits) * NP // 2048)) if soft else 4  # which hold the sums of all splits
     _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
-        kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=4,
+        kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=warps,
         **overlapped(vectors.device),
     )  # fmt: skip
     return out
@@ -738,11 +767,13 @@ def launch_scores(
 
 def scores(
     q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1, *, kernel: bool
+    block: int = 0, offset: Tensor | None = None, run: int = 1, query_scale: Tensor | None = None, *,
+    kernel: bool
 ) -> Tensor:  # fmt: skip
     """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
-    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens. vectors [B, H, S, >= d] of any
+    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens, perhaps in codes with
+    query_scale (block_queries). vectors [B, H, S, >= d] of any
     float dtype, or int8 codes with vector_scale [B, H, S] fp32: a head of them serves N = Hq / H queries.
     Logits are (q . vector + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of
     `run` tokens.
@@ -754,7 +785,7 @@ def scores(
     q = q.unflatten(-2, (vectors.shape[1], -1)).to(vectors.dtype if vector_scale is None else q.dtype)
     if not (kernel and block % 16 == 0):
         return scores_reference(q, vectors, vector_scale, pos, scale, rule, block, offset, run)
-    given = vectors, vector_scale, pos.int(), scale, rule, block, offset, run
+    given = vectors, vector_scale, pos.int(), scale, rule, block, offset, run, query_scale
     made = launch_scores(q.contiguous(), *given)
     return made.unflatten(1, q.shape[-3:-1]) if rule == "each" else made
 
@@ -1825,7 +1856,7 @@ def launch_attend(
     need(kind != "channels" or index is None, "of channels all tokens are attended")
     if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
-    GP = 1 if G == 1 and kind == "logits" else power2(G, 16)  # tensor cores take 16 queries at least
+    GP = 1 if G == 1 and kind == "logits" else power2(G, 8)  # tensor cores take 8 queries at least
     SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)

@@ -2351,10 +2351,13 @@ def placed_queries(B, n, Hkv, G, D, r, dtype):
 @poisoned
 def test_kernel_block_queries(dtype, sizes):
     given = placed_queries(*sizes, dtype)
-    truth = kernels.block_queries_reference(*given)
-    for got, want in zip(kernels.launch_block_queries(*given), truth, strict=True):
-        assert got.dtype == want.dtype
-        close(got, want, got.dtype)
+    queries, _, offset = kernels.block_queries_reference(*given)
+    for coded in (False, True):
+        got, scale, got_offset = kernels.launch_block_queries(*given, coded)
+        assert got.dtype == (torch.int8 if coded else dtype) and scale.numel() == coded * offset.numel()
+        decoded = (got[0] * 254.0 + got[1]) * scale[..., None] if coded else got
+        assert error(decoded, queries) < max(TOLERANCE[dtype], 1e-4 * coded)
+        close(got_offset, offset, torch.float32)
 
 
 def poison(x, dead):
@@ -2362,6 +2365,14 @@ def poison(x, dead):
     x = x.clone()
     x[dead] = NAN
     return x
+
+
+def split_queries(x):
+    """x [B, n, H, N, r] as launch_scores takes int8 codes, and their scales [B, n, H N]."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    high = (x / scale).round()
+    codes = torch.stack((high, ((x / scale - high) * 254).round())).to(torch.int8)
+    return codes, (scale[..., 0] / 254).flatten(2)
 
 
 def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
@@ -2391,10 +2402,14 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
         scale = poison(scale[..., 0], ~live).transpose(1, 2)
     else:
         rows = poison(rows, ~live)
-    queries = queries if block else queries[:, 0]
-    out = kernels.launch_scores(queries, rows.transpose(1, 2), scale, pos, 0.3, rule, block, offset, run or 1)
-    assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
-    close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
+    queries, stored = queries if block else queries[:, 0], (rows.transpose(1, 2), scale)
+    given = [(queries, None)]
+    if int8 and block and kernels.takes_codes(queries, r_score):
+        given.append(split_queries(queries))
+    for queries, query_scale in given:
+        out = kernels.launch_scores(queries, *stored, pos, 0.3, rule, block, offset, run or 1, query_scale)
+        assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
+        close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
 RULES = ["each", "largest", "softmax"]
@@ -2882,9 +2897,13 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
         codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
         kernels.launch_append(zeros(B, 512), zeros(B, 32, D), pos, *codes)
-        kernels.launch_block_queries(zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32))
+        placed = zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32)
+        for coded in (False, True):
+            kernels.launch_block_queries(*placed, coded)
         latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
         kernels.launch_scores(zeros(B, 39, 1, 32, 128), *latents)
+        codes = zeros(2, B, 39, 1, 32, 128, dtype=i8)
+        kernels.launch_scores(codes, *latents, query_scale=zeros(B, 39, 32, dtype=fp32))
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.launch_attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
@@ -3058,6 +3077,7 @@ def good_arguments(name: str) -> dict:
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
+    placed["coded"] = True
     names = "latent v pos lead latent_scale rest codes scale".split()
     return {
         "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
