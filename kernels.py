@@ -374,8 +374,8 @@ def _block_queries_kernel(
     upper = tl.load(basis_at, mask=basis_mask, other=0.0)  # weights: before the wait
     lower = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
     row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    g, b, block = row % G, row // G % B, row // G // B  # most of a program's rows share a rotation
-    live = block < n
+    g, b, block = row % G, row // G // n, row // G % n
+    live = b < B
     mask = live[:, None] & inside[None, :]
     cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
     sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
@@ -425,11 +425,11 @@ def launch_block_queries(
     if not coded:
         RB = min(RB, 64 if q.element_size() == 4 else 128)
     T = min(64, power2(rows, 16))
-    while T > 16 and cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:  # a program for each multiprocessor
-        T //= 2
+    if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:  # a program for each multiprocessor
+        T = max(16, T // 2)
     _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
         q, cos, sin, basis, mean, queries, query_scale if coded else None, offset, B, n, r_score, G, D, T, RB,
-        num_warps=8 if RB > 128 else 4, **overlapped(q.device),
+        num_warps=4, **overlapped(q.device),
     )  # fmt: skip
     return queries, query_scale, offset
 
@@ -757,8 +757,8 @@ def launch_scores(
     if rule == "each":
         return kept
     out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
-    warps = max(1, min(4, power2(splits) * NP // 2048)) if soft else 4  # which hold the sums of all splits
-    _reduce_scores_kernel[max(1, min(cdiv(S, T), fill * SMS // (B * H))), H, B](
+    warps = max(2, min(8, power2(splits) * NP // 1024)) if soft else 4  # which hold the sums of all splits
+    _reduce_scores_kernel[min(cdiv(S, T), max(4, fill * SMS // (B * H))), H, B](
         kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=warps,
         **overlapped(vectors.device),
     )  # fmt: skip
@@ -1198,6 +1198,22 @@ def _half_at(words, shift):
 
 
 @jit
+def _mantissas(words, plane, byte, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Codes out of words of four bytes as numbers 1 + code / 2**n, and how many codes 2**n a 1 stands for.
+
+    This takes no conversions, which run at a quarter of the rate. A rotation brings a byte to the top of a
+    mantissa, and a mask leaves one code: n is 8 less the code's first bit. One rotation serves all codes of a
+    byte. The 1 stands for up to 256 codes, which costs sums 8 bits. These are too many for fp32, where each
+    code is rotated to the top by itself: n is BITS."""
+    SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
+    first = plane * BITS  # bit of a byte
+    turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
+    words = words.to(tl.uint32, bitcast=True)
+    words = ((words << turn) | (words >> (32 - turn))) & (((1 << BITS) - 1) << (23 - SPAN + first % SPAN))
+    return (words | 0x3F800000).to(tl.float32, bitcast=True), (1 << (SPAN - first % SPAN)).to(tl.float32)
+
+
+@jit
 def _load_rope(rope_p, at, mask):
     """cos and sin of a RoPE pair, from two halves of a 32-bit word or two fp32 numbers."""
     if rope_p.dtype.element_ty == tl.int32:
@@ -1438,7 +1454,9 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     given = {"codes of keys": (codes, torch.uint8, B, Hkv, tokens, D * bits // 8)}
     given["low_scale of keys"] = (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)
     check(**given)
-    stores, steps = (codes, low_scale.view(torch.int32)), (Hkv * tokens, tokens, 1)
+    need(D % 16 == 0, f"keys in codes need a head dim of whole words, not {D}")
+    stores = codes.view(torch.int32), low_scale.view(torch.int32)
+    steps = Hkv * tokens, tokens, 1
     return stores, steps, {"CODES": packing_of(bits, 32, width, power2(D, 16) * bits // 8)}
 
 
@@ -1456,24 +1474,23 @@ def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE:
     channel."""
     codes_p, low_scale_p = keys
     CODES: tl.constexpr = SHAPE.CODES
-    BITS: tl.constexpr = CODES.BITS
     PLANES: tl.constexpr = CODES.PLANES
-    RUN: tl.constexpr = CODES.RUN
+    WORDS: tl.constexpr = CODES.RUN // 4
     T: tl.constexpr = vector.shape[0]
-    byte = tl.arange(0, RUN)
-    mask = live[:, None] & (byte < CODES.WIDTH)[None, :]
-    codes = tl.load(codes_p + vector[:, None] * CODES.WIDTH + byte[None, :], mask=mask, other=0)
+    word = tl.arange(0, WORDS)[None, :]
+    mask = live[:, None] & (word < CODES.WIDTH // 4)
+    words = tl.load(codes_p + vector[:, None] * (CODES.WIDTH // 4) + word, mask=mask, other=0)
     group = tl.max(tl.reshape(tl.where(live, vector // 32, -1), [T // 32, 32]), 1)
     channel, inside = _columns(CODES)
     mask = (group >= 0)[:, None] & inside[None, :]
     pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
-    pairs = tl.reshape(pairs, [T // 32, 1, PLANES, RUN])
-    codes = tl.reshape(codes.to(tl.int32), [T // 32, 32, 1, RUN])
-    codes = (codes >> (tl.arange(0, PLANES) * BITS)[None, None, :, None]) & ((1 << BITS) - 1)
-    # Codes become the lowest bits of 2**23, since conversions run at a quarter of the rate.
-    codes = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    k = codes * _half_at(pairs, 16) + _half_at(pairs, 0)
-    k = tl.reshape(k, [T, PLANES * RUN]).to(query.dtype)
+    pairs = tl.reshape(pairs, [T // 32, 1, PLANES, WORDS, 4])
+    words = tl.reshape(words, [T // 32, 32, 1, WORDS, 1])
+    plane, byte = tl.arange(0, PLANES)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, None, :]
+    codes, unit = _mantissas(words, plane, byte, CODES.BITS, query.dtype)
+    step = _half_at(pairs, 16) * unit
+    k = codes * step + (_half_at(pairs, 0) - step)
+    k = tl.reshape(k, [T, PLANES * WORDS * 4]).to(query.dtype)
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -1577,21 +1594,12 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
         group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
         pair_at = pairs_p + vector[:, None, None] * GROUPS + group[None, :, :]
         pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
-    # 2. Decode without conversions, which run at a quarter of the rate. A rotation brings a byte to the top
-    # of a mantissa, and a mask leaves one code. The number reads 1 + code / 2**n, n = 8 less the code's first
-    # bit. One rotation serves all codes of a byte. The 1 stands for up to 256 steps, which costs sums 8 bits.
-    # These are too many for fp32, where each code is rotated to the top by itself (n = BITS).
-    SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
-    first = (tl.arange(0, PLANES) * BITS)[None, :, None, None, None]  # of a plane's codes in a byte
-    byte = tl.arange(0, 4)[None, None, None, None, :]
-    turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
-    mask = ((1 << BITS) - 1) << (23 - SPAN + first % SPAN)
+    # 2. Decode.
+    plane, byte = tl.arange(0, PLANES)[None, :, None, None, None], tl.arange(0, 4)[None, None, None, None, :]
+    code, unit = _mantissas(tl.reshape(code, [T, 1, RUNS, WORDS, 1]), plane, byte, BITS, dtype)
     if PAIRED:
         low, step = _half_at(pairs, 0), _half_at(pairs, 16)
-    step = step * (1 << (SPAN - first % SPAN)).to(tl.float32)
-    code = tl.reshape(code, [T, 1, RUNS, WORDS, 1]).to(tl.uint32, bitcast=True)
-    code = ((code << turn) | (code >> (32 - turn))) & mask
-    code = (code | 0x3F800000).to(tl.float32, bitcast=True)
+    step = step * unit
     v = code * step + (low - step)
     return tl.reshape(v, [T, PLANES * RUNS * PACKING.RUN]).to(dtype)
 
@@ -1852,7 +1860,7 @@ def launch_attend(
             return made
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, packing.D, bits, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config(kind, G, packing.D, bits, q.element_size(), roomy(q.device))
     need(kind != "channels" or index is None, "of channels all tokens are attended")
     if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
@@ -1873,7 +1881,9 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
-def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple[int, int, int, int]:
+def attend_config(
+    kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: bool
+) -> tuple[int, int, int, int]:  # fmt: skip
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if kind == "mla":
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
@@ -1882,7 +1892,7 @@ def attend_config(kind: str, DV: int, bits: int, itemsize: int, roomy: bool) -> 
     if kind == "latents":  # wide plain values beside a basis that is held leave no room for a third stage
         return 64, 4, 3 if roomy and (bits < 16 or DV < 128) else 2, 2
     if kind == "logits" and bits < 16:
-        return 32, 4, 3, 6
+        return 64, 4 if G > 1 else 2, 2, 6
     if kind in ("plain", "logits"):
         return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
     return 32, 2, 3, 8
@@ -1971,9 +1981,9 @@ def launch_attend_ragged(
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
     given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, fill = attend_config("plain", max(ranks), 16, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config("plain", G, max(ranks), 16, q.element_size(), roomy(q.device))
     W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
-    SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
+    SHAPE = Shape(G, power2(G, 8), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
         q, (packed, table, B, S, Hkv), (None, None), None, 0, None, None, pos, *parts,
