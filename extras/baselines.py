@@ -604,8 +604,8 @@ class Fp8Store(Int8Store):
         if isinstance(row, int) and not tokens.start:
             most, (end, growth) = x.abs().amax((0, 2))[:, None].float(), FP8_RANGE
             self.scale[row] = torch.where(most > 0, most * growth / end, 1)
-        codes = fp8(x, self.scale[row])
-        self.vectors[row, :, tokens] = codes.transpose(0, 1) if isinstance(row, int) else codes
+        codes, held = (t.view(torch.uint8) for t in (fp8(x, self.scale[row]), self.vectors))
+        held[row, :, tokens] = codes.transpose(0, 1) if isinstance(row, int) else codes
 
     def scored(self, pos: Tensor) -> tuple[Tensor, None]:
         return self.read(pos), None

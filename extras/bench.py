@@ -76,7 +76,9 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
     engine = generate.build_engine(config, model, args.method, args.options, sequences, capacity, *how)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
-            if part.dtype in (torch.uint8, torch.int8):
+            if part.dtype == torch.float8_e4m3fn:  # which has no random_; from 127 on NaN
+                part.view(torch.uint8).random_(0, 127)
+            elif part.dtype in (torch.uint8, torch.int8):
                 part.random_(*((0, 256) if part.dtype == torch.uint8 else (-127, 128)))
             elif part.is_floating_point():
                 part.uniform_(0.001, 0.01) if "scale" in name else part.normal_()
