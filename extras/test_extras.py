@@ -964,6 +964,16 @@ def test_operators_are_recorded_with_what_they_move(monkeypatch):
     assert topk["select"] < topk["scores"] - keys + q
 
 
+def test_needles_are_found_where_a_cache_keeps_them(cli, tmp_path):
+    """A batch of two for three prompts."""
+    methods = "--method dense --method streaming:recent=200 --method snapkv:keep=500,pool=13"
+    sizes = f"--lengths 600 --depths 3 --samples 1 --rows 2 --csv {tmp_path}/t.csv"
+    assert cli(f"bench needle --checkpoint {NANO} {methods} {sizes}")[0] == 0
+    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert [float(row["depth"]) for row in rows[:3]] == [16.7, 50, 83.3]
+    assert [float(row["found"]) for row in rows] == [100, 100, 100, 0, 0, 100, 100, 100, 100]
+
+
 EVAL_HEAD = "method,bytes/token,read/step,kl python,single 64"
 
 
@@ -993,11 +1003,13 @@ def test_tables_become_lines_of_points():
         (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),  # no KL to draw, and cells that are missing
         (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),  # a byte-order mark, and what TeX refuses
         ("tokens,loss\n64,2\n128,1", None),
+        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3\nb,64,75,4", None),
+        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3", "train --log (ValueError"),
         (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
         (EVAL_HEAD, "IndexError"),
         ("tokens,loss\n64,2\n128", "train --log (TypeError"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
     pytest.importorskip("matplotlib")
