@@ -314,23 +314,19 @@ def pure_snapkv(cache, row, n, q, k, v):
 
 
 def pure_fp8(cache, row, n, q, k, v):
-    heads, centred = k.shape[1], isinstance(cache, baselines.CentredCache)
-    q, mean = cache.rope(q, slice(0, len(q))), k[:n].mean(0) if centred else torch.zeros(heads, 16)
-
-    def rope(x, places):
-        return cache.rope(x[:, None], places)[:, 0]
-
+    heads, q = k.shape[1], cache.rope(q, slice(0, len(q)))
+    mean = k[:n].mean(0) if isinstance(cache, baselines.CentredCache) else torch.zeros(heads, 16)
+    prompt = cache.rope(k[:n] - mean, slice(0, n)), v[:n]
+    scales = [[x[:, h].abs().max() / 28 for x in prompt] for h in range(heads)]
     each = itertools.cycle(range(heads))
-    largest = cache.rope(k[:n] - mean, slice(0, n)), v[:n]
-    scales = list(zip(*(x.abs().amax((0, 2)) / 28 for x in largest), strict=True))
-
-    def start(h):
-        return tuple(baselines.fp8(x[:, h], scale) for x, scale in zip(largest, scales[h], strict=True))
 
     def step(i, q, k, v, stored):
-        h = next(each)
+        h, rope = next(each), lambda x, places: cache.rope(x[:, None], places)[:, 0]
         out, stored = baselines.fp8_step(q, k, v, stored, scales[h], mean[h], rope)
         return out, None, stored
+
+    def start(h):
+        return tuple(baselines.fp8(x[:, h], scale) for x, scale in zip(prompt, scales[h], strict=True))
 
     return by_head(cache, q, k, v, n, start, step)
 
