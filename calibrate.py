@@ -946,8 +946,12 @@ def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
     return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
 
 
-def number_facts(pairs: list[tuple[str, str]]) -> list[str]:
-    return [f"\nThe magic number for {key} is {value}.\n" for key, value in pairs]
+WORDS = "The magic number for {} is", "What is the magic number for {}?"
+REWORDED = "Locker {} opens with code", "Which code opens locker {}?"
+
+
+def number_facts(pairs: list[tuple[str, str]], fact: str = WORDS[0]) -> list[str]:
+    return [f"\n{fact.format(key)} {value}.\n" for key, value in pairs]
 
 
 def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int = 1) -> int:
@@ -958,13 +962,13 @@ def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int 
 # Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for; None: a random number.
 
 
-def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None, words=WORDS) -> list[Task]:
     """One number is asked for at a time; of a single fact the task `single`."""
     n = n_facts or fitting(rng, n_tokens, 2, 32)
     pairs = numbered_keys(rng, n)
-    facts, asked = number_facts(pairs), rng.sample(pairs, 1 if n_facts else min(n, 8))
-    ask = "What is the magic number for {0}?\nAnswer: The magic number for {0} is"
-    return [Task(facts, ask.format(key), f" {value}.", [value]) for key, value in asked]
+    facts, asked = number_facts(pairs, words[0]), rng.sample(pairs, 1 if n_facts else min(n, 8))
+    ask = f"{words[1]}\nAnswer: {words[0]}"
+    return [Task(facts, ask.format(key, key), f" {value}.", [value]) for key, value in asked]
 
 
 def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
@@ -1017,10 +1021,12 @@ def tasks_uuid(rng: random.Random, *_) -> list[Task]:
     return [Task([f"\n{key}: {value}"], ask, f" {value}.", [value])]
 
 
-TASKS = (tasks_multikey, tasks_multivalue, tasks_multiquery, tasks_variables, tasks_frequent, tasks_uuid)
+TASKS = (tasks_multikey, tasks_multivalue, tasks_multiquery, tasks_variables, tasks_frequent)
 TASKS = {make.__name__.removeprefix("tasks_"): make for make in TASKS}
 TASKS = {"single": lambda rng, *_: tasks_multikey(rng, 0, 1)} | TASKS
-KINDS = [kind for kind in TASKS if kind != "uuid"]  # what training draws from
+KINDS = [*TASKS]  # what training draws from, and never these:
+TASKS |= {"uuid": tasks_uuid, "reworded": lambda rng, *_: tasks_multikey(rng, 0, 1, REWORDED)}
+TASKS["reworded_multikey"] = lambda rng, *given: tasks_multikey(rng, *given, REWORDED)
 
 
 class Haystack:

@@ -3226,7 +3226,7 @@ def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
             counts = collections.Counter(fact.split()[-1][:-1] for fact in task.facts)
             words = [word for word, _ in counts.most_common(4)]
             assert words[:3] == task.references and counts[words[2]] > counts[words[3]]
-    if kind == "single":
+    if kind in ("single", "reworded"):
         for depth in (0.0, 0.5, 0.99):
             ids, task = eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
             text = tokenizer.decode(ids)
@@ -3248,9 +3248,11 @@ def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
         assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
         places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
     assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-    # It is neither trained on nor evaluated unless it is named.
-    assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid"}
+    # It is neither trained on nor evaluated unless it is named, and so are facts in other words.
+    assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid", "reworded", "reworded_multikey"}
     assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS
+    told = [eval_sample(nano_haystack, kind, 0, 900)[1] for kind in ("reworded", "reworded_multikey")]
+    assert [len(task.facts) for task in told] == [1, 16] and not any("magic" in str(task) for task in told)
 
 
 def test_training_documents_have_length_weights_and_bos(nano_haystack):

@@ -2,8 +2,8 @@
 
     python generate.py --method h2o                  a name that compress.METHODS lacks is looked up here
     python calibrate.py fit --method palu            and so is how its artifact is fitted
-Methods: StreamingLLM, H2O, Keyformer, Quest, SALS as deployed, Double Sparsity, HShare, TurboQuant, ShadowKV
-and Palu. METHODS, at the end, is the table.
+Methods: StreamingLLM, H2O, Keyformer, SnapKV, Quest, SALS as deployed, Double Sparsity, HShare, FP8,
+TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from compress import (
     keep_setting,
     kept_tokens,
     kv_bias,
+    left_to_select,
     loki_tensors,
     of_heads,
     random_rotation,
@@ -108,7 +109,41 @@ class ProxyCache(DenseCache):
         return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
 
 
-# --------------------------------------------------------------------------------------------- H2O, Keyformer
+# ------------------------------------------------------------------------------------- H2O, Keyformer, SnapKV
+
+
+class SlotCache(DenseCache):
+    """C slots a KV head, with K, V and the position of a token, -1 for none; they fill from the left.
+
+    choose(row, span, logits, position) -> which of a row's N tokens are kept [Hkv, n], in order; they are
+    those in the slots and those at positions `span`. logits [Hkv, G, W, N] are of the last W queries of a
+    prompt, `settings.window`, and position is [Hkv, N]."""
+
+    def __init__(self, context: Context, settings: object):
+        heads, (_, x, z) = context.config.n_kv_heads, settings.budget(context.capacity)
+        shape = heads, context.config.head_dim, x, z
+        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
+        self.settings = settings
+        self.table("position", heads, x + z, fill=-1)
+
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        filled = int((self.position[row, 0] >= 0).sum()) if n else 0
+        return super().past(row, filled)
+
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        heads, places = self.config.n_kv_heads, self.context.positions[span]
+        past = self.past(row, span.start)
+        k, v = (torch.cat(pair).transpose(0, 1) for pair in zip(past, (k, v), strict=True))  # [Hkv, N, D]
+        held = k.shape[1] - len(places)
+        position = torch.cat((self.position[row, :, :held], places.expand(heads, -1)), 1)  # [Hkv, N]
+        last = q[-self.settings.window :].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        logits = (last @ k[:, None].mT).float() * self.scale
+        later = position[:, None, None] > places[-last.shape[2] :, None]
+        kept = self.choose(row, span, logits.masked_fill(later, -torch.inf), position)
+        slots = self.keys.vectors, self.values.vectors, self.position
+        for slot, x in zip(slots, (k, v, position), strict=True):
+            slot[row, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
+        self.position[row, :, kept.shape[1] :] = -1
 
 
 @dataclass
@@ -146,40 +181,27 @@ def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent:
     return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
 
 
-class H2oCache(DenseCache):
+class H2oCache(SlotCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
 
     def __init__(self, context: Context, settings: H2oSettings):
-        budget, heads = settings.budget(context.capacity), context.config.n_kv_heads
-        shape = heads, sum(budget), context.config.head_dim
-        super().__init__(context, *(TokenStore(context, *shape) for _ in range(2)))
-        self.settings, self.recent = settings, budget[2]
-        self.table("position", heads, self.count, fill=-1)
-        self.table("attention", heads, self.count, dtype=torch.float32)
+        super().__init__(context, settings)
+        self.recent = settings.budget(context.capacity)[2]
+        self.table("attention", *self.position.shape[1:], dtype=torch.float32)
         self.table("left", fill=context.capacity)  # tokens, by the prompt
 
     def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
         return logits.softmax(-1)
 
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        c, places = self.config, self.context.positions[span]
-        # What is kept of the past, in slots from 0 on, and the new tokens: [Hkv, N, ...] each.
-        held, slots = min(span.start, self.count), (self.keys.vectors, self.values.vectors, self.position)
-        pairs = zip(slots, (k, v, places[:, None].expand(-1, c.n_kv_heads)), strict=True)
-        tokens = [torch.cat((old[row, :, :held], x.transpose(0, 1)), 1) for old, x in pairs]
-        keys, _, position = tokens
-        last = q[-self.settings.window :].unflatten(1, (c.n_kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (last @ keys[:, None].mT).float() * self.context.scale  # [Hkv, G, W, N]
-        later = position[:, None, None] > places[-last.shape[2] :, None]
-        attention = self.weights(logits.masked_fill(later, -torch.inf)[None])[0].sum((1, 2))
+    def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
+        attention, held = self.weights(logits[None])[0].sum((1, 2)), min(span.start, self.count)
         attention[:, :held] += self.attention[row, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
-        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values  # [Hkv, n]
-        for slot, x in zip((*slots, self.attention), (*tokens, attention), strict=True):
-            slot[row, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
-        self.position[row, :, kept.shape[1] :] = -1
+        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values
+        self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
         self.left[row] = self.context.capacity - span.stop
+        return kept
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         q, now = self.rope(q, pos), pos[:, None, None]
@@ -218,6 +240,62 @@ class KeyformerCache(H2oCache):
     def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
         return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
+
+
+@dataclass
+class SnapKvSettings:
+    """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later tokens."""
+
+    keep: float = keep_setting(512, sets="bytes tokens")
+    room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, inf)")
+    window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, inf)")
+    pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
+
+    def budget(self, capacity: int) -> tuple[int, int, int]:
+        total = kept_tokens(self.keep, capacity)
+        if total < capacity:
+            left_to_select(self.keep, total, capacity, 0, self.window + self.room)
+        return within(total, 0, total, self.room)
+
+
+def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
+    """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head: q [G, S, D],
+    k [S, D] after RoPE. A decode step then appends K and V, and attends all that is there."""
+    places, S = torch.arange(len(k)), len(k)
+    if S <= n:
+        return places
+    # 1. What the last queries attend.
+    logits = q[:, -window:] @ k.mT * k.shape[1] ** -0.5
+    weights = logits.masked_fill(places > places[-window:, None], -torch.inf).softmax(-1)
+    # 2. Their votes for the tokens before them; neighbours of a token with many votes get some, too.
+    votes = weights[..., :-window].sum((0, 1))
+    votes = F.avg_pool1d(votes[None], pool, 1, pool // 2)[0, : S - window]
+    # 3. The best, and the last ones.
+    return torch.cat((votes.topk(n - window).indices, places[-window:]))
+
+
+class SnapKvCache(SlotCache):
+    """The tokens that are kept of a prompt, then those after it; the last `room` slots are a ring."""
+
+    def __init__(self, context: Context, settings: SnapKvSettings):
+        super().__init__(context, settings)
+        self.table("dropped")  # tokens of the prompt that are not kept
+
+    def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
+        last, pool = position >= span.stop - self.settings.window, self.settings.pool
+        votes = logits.softmax(-1).sum((1, 2)).masked_fill(last, 0)
+        votes = F.avg_pool1d(votes, pool, 1, pool // 2)[:, : votes.shape[1]].masked_fill(last, torch.inf)
+        room = self.keys.z if self.count < self.context.capacity else 0
+        kept = votes.topk(min(votes.shape[1], self.count - room)).indices
+        self.dropped[row] = span.stop - kept.shape[1]
+        return kept.sort(-1).values
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        q, place = self.rope(q, pos), pos - self.dropped
+        self.write((self.context.rows, place), self.rope(k, pos), v)
+        self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
+        self.report_selected(pos, self.position, self.position >= 0)
+        return kernels.attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
 
 
 # ------------------------------------------------------------------------------------------------------ Quest
@@ -437,11 +515,122 @@ class HshareCache(DoubleSparseCache):
         return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
+# -------------------------------------------------------------------------------- keys less their mean, FP8
+
+
+class CentredCache(DenseCache):
+    """Stores hold keys after RoPE less the mean key of their row's prompt, which is rotated as they are."""
+
+    def __init__(self, context: Context, keys: TokenStore, values: TokenStore):
+        super().__init__(context, keys, values)
+        self.table("mean", keys.heads, keys.width, dtype=torch.float32)
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        row, tokens = where
+        super().write(where, k - self.rope(self.mean[row], tokens), v)
+
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        k, v = super().past(row, n)
+        return (k + self.rope(self.mean[row], slice(0, n))).to(k.dtype), v
+
+    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> None:
+        if not span.start:
+            self.mean[row] = before.float().mean(0)
+        self.write((row, span), k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        self.write((self.context.rows, pos), self.rope(k, pos), v)
+        q = self.rope(q, pos).unflatten(1, (k.shape[1], -1))
+        mean = self.rope(self.mean[:, None], self.context.positions).transpose(1, 2)  # [B, Hkv, S, D]
+        keys = self.keys.read(pos) + mean  # in fp32: the mean key may be a hundred times what is left
+        logits = (q.to(keys) @ keys.mT).float() * self.scale
+        return kernels.attend_logits(logits, self.values.read(pos), pos, kernel=self.kernel)
+
+
+@dataclass
+class CentreSettings:
+    """The setting of codes that fail where keys have biases."""
+
+    centre: bool = setting(False, "take the mean key of a prompt off its keys first")
+
+
+@dataclass
+class Fp8Settings(CentreSettings):
+    """FP8 as serving engines have it: K and V in e4m3, a byte a number, with one scale a head."""
+
+
+E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa
+FP8_RANGE = torch.finfo(E4M3).max, 16  # the largest number, 448, and how many times a prompt's may grow to it
+
+
+def fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """x in e4m3, in units of the scale. Beyond 448 it saturates."""
+    return (x / scale).clamp(-FP8_RANGE[0], FP8_RANGE[0]).to(E4M3)
+
+
+def fp8_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean: Tensor, rope) -> tuple:
+    """One decode step over an FP8 cache, for one KV head: q [G, D] after RoPE, k [D] before it, v [D] -> [G,
+    D]. stored: codes of K after RoPE and of V [S - 1, D]; scales: of both. mean [D]: the prompt's mean key
+    before RoPE (ours), or 0; rope(x, positions) rotates x [n, D]."""
+    places = torch.arange(len(stored[0]) + 1)
+    # 1. Codes of the new key, less the mean key at its position, and of the new value.
+    new = rope((k - mean)[None], places[-1:])[0], v
+    stored = appended(stored, *map(fp8, new, scales))
+    # 2. Attend every token; the mean key comes back, exactly.
+    keys, values = (codes.to(q.dtype) * scale for codes, scale in zip(stored, scales, strict=True))
+    keys = keys + rope(mean.expand(len(places), -1), places)
+    return (q @ keys.mT * len(k) ** -0.5).softmax(-1) @ values, stored
+
+
+class Fp8Store(Int8Store):
+    """Numbers in e4m3, with one scale [B, Hkv, 1] a head that the first write to a row decides: there the
+    largest number becomes 28, so that later ones saturate from 16 times of it on."""
+
+    kind = "fp8"  # which no kernel knows
+
+    def __init__(self, context: Context):
+        c = context.config
+        super().__init__(context, c.n_kv_heads, context.capacity, c.head_dim)
+        self.register_buffer("scale", self.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1))
+
+    def layout(self) -> dict[str, tuple]:
+        return {"vectors": ((self.width,), E4M3)}
+
+    def parts(self) -> list[Tensor]:
+        return [self.vectors, self.scale]
+
+    def write(self, where: tuple, x: Tensor) -> None:
+        row, tokens = where
+        if isinstance(row, int) and not tokens.start:
+            most, (end, growth) = x.abs().amax((0, 2))[:, None].float(), FP8_RANGE
+            self.scale[row] = torch.where(most > 0, most * growth / end, 1)
+        codes, held = (t.view(torch.uint8) for t in (fp8(x, self.scale[row]), self.vectors))
+        held[row, :, tokens] = codes.transpose(0, 1) if isinstance(row, int) else codes
+
+    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
+        return self.read(pos), None
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return weights @ self.read(pos).to(weights.dtype)
+
+    def formula(self) -> int:
+        return super().formula() + self.scale.nbytes
+
+
+def coded_cache(context: Context, settings: CentreSettings, store: Callable) -> Cache:
+    """K and V in two stores of store()."""
+    return (CentredCache if settings.centre else DenseCache)(context, store(), store())
+
+
+def fp8_cache(context: Context, settings: Fp8Settings) -> Cache:
+    return coded_cache(context, settings, lambda: Fp8Store(context))
+
+
 # ------------------------------------------------------------------------------------------------- TurboQuant
 
 
 @dataclass
-class TurboQuantSettings:
+class TurboQuantSettings(CentreSettings):
     """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
 
     bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
@@ -503,7 +692,7 @@ class LevelStore(ScaledStore):
 
 
 def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
-    return DenseCache(context, *(LevelStore(context, settings.bits) for _ in range(2)))
+    return coded_cache(context, settings, lambda: LevelStore(context, settings.bits))
 
 
 # --------------------------------------------------------------------------------------------------- ShadowKV
@@ -739,10 +928,12 @@ METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
+    "snapkv": Method(SnapKvSettings, each_layer(SnapKvCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), "calibrate:fit_loki", loki_tensors),
     "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
     "hshare": Method(HshareSettings, each_layer(HshareCache), *IMPORTANCE),
+    "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),

@@ -1,8 +1,9 @@
-"""Time decode steps and one layer's attention over filled caches, and draw tables.
+"""Time decode steps and one layer's attention over filled caches, look for needles, and draw tables.
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
     python -m extras.bench speed --rows FILE --csv speed.csv
+    python -m extras.bench needle --method dense --method sals --lengths 2048 4096 8000 --csv needle.csv
     python -m extras.bench plot docs/eval-nano.csv docs/speed.csv --out docs
 A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. SEQUENCES:
 a number, or max for as many as fit. No prompt is read: the caches are filled with random numbers. Dense comes
@@ -30,10 +31,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from calibrate import NANO, TASKS, replacing, save_csv, writable_file, writable_folder
+import calibrate
+from calibrate import ANSWER_ROOM, NANO, TASKS, replacing, save_csv, text_ids, writable_file, writable_folder
 from compress import settings_from
 from generate import Engine, Parser, Sampling, clock, whole
-from model import SHAPES, UserError, free_memory
+from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
@@ -76,7 +78,9 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
     engine = generate.build_engine(config, model, args.method, args.options, sequences, capacity, *how)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
-            if part.dtype in (torch.uint8, torch.int8):
+            if part.dtype == torch.float8_e4m3fn:  # which has no random_; from 127 on NaN
+                part.view(torch.uint8).random_(0, 127)
+            elif part.dtype in (torch.uint8, torch.int8):
                 part.random_(*((0, 256) if part.dtype == torch.uint8 else (-127, 128)))
             elif part.is_floating_point():
                 part.uniform_(0.001, 0.01) if "scale" in name else part.normal_()
@@ -246,6 +250,34 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
         yield {"operation": name, "bytes": round(nbytes)} | figures
 
 
+# ---------------------------------------------------------------------------------------------------- needles
+
+
+def run_needle(args: argparse.Namespace) -> None:
+    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth in it."""
+    tokenizer, config = load_tokenizer(args.checkpoint), ModelConfig.from_folder(args.checkpoint)
+    held = calibrate.text_files(calibrate.STDLIB, held=True)
+    hay = calibrate.Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
+    candidates = [calibrate.Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
+    calibrate.check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
+    depths, table = [(i + 0.5) / args.depths for i in range(args.depths)], []
+    prompts = list(itertools.product(depths, range(args.samples)))
+    for candidate, n in itertools.product(candidates, args.lengths):
+        engine, found = candidate.engine(args, min(args.rows, len(prompts)), n + ANSWER_ROOM, least=1), []
+        rows = engine.context.batch_size
+        for first in range(0, len(prompts), rows):
+            own = [*prompts[first : first + rows], *prompts[-1:] * rows][:rows]  # the last may repeat
+            at, seeds = zip(*own, strict=True)
+            found += calibrate.eval_retrieval(engine, hay, args.task, seeds, n, 1, at)
+        found = 100 * np.reshape(found[: len(prompts)], (args.depths, -1)).mean(1)
+        print(f"{candidate.label}, {n} tokens, from the first depth on:", *found.round(), flush=True)
+        for depth, share in zip(depths, found, strict=True):
+            about = {"method": candidate.label, "length": n}
+            table.append(about | {"depth": round(100 * depth, 1), "found": share})
+        if args.csv:
+            save_csv(args.csv, [*table[0]], table)
+
+
 # --------------------------------------------------------------------------------------------------- pictures
 
 
@@ -280,17 +312,44 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
 
 
 def draw(path: Path, png: Path) -> None:
-    """The picture of a table: a panel for each title and pair of axes, logarithmic where a range is wide."""
+    """The picture of a table."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
+    rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+    figure = Figure(layout="constrained")
+    if "depth" in rows[0]:
+        draw_needles(figure, rows)
+    else:
+        draw_lines(figure, rows, path.stem)
+    with replacing(png.parent, png.name) as partial:
+        figure.savefig(partial / png.name, dpi=150)
+    print(png)
+
+
+def draw_needles(figure, rows: list[dict]) -> None:
+    """A panel a method: what is found at each length and depth."""
+    axes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "length", "depth")]
+    found = np.array([float(row["found"]) for row in rows]).reshape(*map(len, axes))
+    methods, lengths, depths = axes
+    figure.set_size_inches(3 * len(methods) + 1, 3.5)
+    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
+    for axis, method, of_method in zip(axes, methods, found, strict=True):
+        image = axis.imshow(of_method.T, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        axis.set(title=method, xlabel="tokens", xticks=range(len(lengths)), xticklabels=lengths)
+    axes[0].set(ylabel="depth of the fact, %", yticks=range(len(depths)), yticklabels=depths)
+    figure.colorbar(image, ax=axes, label="facts found, %")
+
+
+def draw_lines(figure, rows: list[dict], name: str) -> None:
+    """A panel for each title and pair of axes, logarithmic where a range is wide."""
     panels, styles, shown = {}, {}, {}
-    for *panel, line, x, y in points(list(csv.DictReader(generate.read_text(path).splitlines())), path.stem):
+    for *panel, line, x, y in points(rows, name):
         panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
         form = ("os^vDP*X"[len(styles) // 10 % 8], "") if panel[1] in COSTS else (".", "-")
         styles.setdefault(line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]})
     columns = 2 if len(panels) == 4 else min(4, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure((5.5 * columns, 4.5 * lines), layout="constrained")
+    figure.set_size_inches(5.5 * columns, 4.5 * lines)
     for i, ((title, xlabel, ylabel), of_panel) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(lines, columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
         axis.grid(alpha=0.3)
@@ -301,9 +360,6 @@ def draw(path: Path, png: Path) -> None:
         axis.set_yscale("log" if max(y) > 20 * min(y) > 0 else "linear")
     labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
     figure.legend(shown.values(), labels, loc="outside lower center", ncols=min(4, 2 * columns))
-    with replacing(png.parent, png.name) as partial:
-        figure.savefig(partial / png.name, dpi=150)
-    print(png)
 
 
 def run_plot(args: argparse.Namespace) -> None:
@@ -313,7 +369,7 @@ def run_plot(args: argparse.Namespace) -> None:
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
         except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: no table of eval, speed, ranks or train --log ({error!r})") from None
+            raise UserError(f"{path}: no table of eval, bench, ranks or train --log ({error!r})") from None
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -336,9 +392,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         else:
             p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
             p.option("--rows", Path, None, "a file of rows", metavar="FILE")
+    p = commands.add_parser("needle", help="find facts by length and depth", description=run_needle.__doc__)
+    p.set_defaults(run=run_needle)
+    generate.add_model_options(p)
+    calibrate.row_options(p)
+    p.option("--lengths", whole(1), [2048, 4096, 8192], "tokens of a prompt", nargs="+")
+    p.option("--depths", whole(1), 10, "places of the fact, from the beginning to the end")
+    p.option("--samples", whole(1), 5, "prompts a length and depth")
+    p.option("--task", str, "single", "the fact's words", choices=("single", "reworded"))
+    p.option("--csv", writable_file, None, "also write the table to this file")
     p = commands.add_parser("plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__)
     p.set_defaults(run=run_plot)
-    p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, ranks or train --log")
+    p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, needle, ranks or train --log")
     p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
     return parser.parse_args(argv)
 

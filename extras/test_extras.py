@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import calibrate
+import compress
 import generate
 import kernels
 import model as model_file
@@ -103,6 +104,7 @@ SHADOW = {"keep": 60, "chunk": 4, "outliers": 3, "recent": 6, "rank": 0.5}
 SHADOW_1 = SHADOW | {"rank": 1.0}
 SHADOW_ALL = {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}
 DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
+SNAP, CENTRED = {"keep": 24, "room": 8, "window": 8, "pool": 3}, {"centre": True}
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
 test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head left".split()}
@@ -116,7 +118,9 @@ CASES = [
     ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "channels": 0.25, "skip": "1"}),
     ("hshare", {"keep": 24, "every": 3, "share_heads": 2, "channels": 0.25, "skip": ""}),
     ("shadowkv", SHADOW),
+    ("snapkv", SNAP),
     *(("turboquant", {"bits": bits}) for bits in (2, 3, 4)),
+    *(("fp8", {}), ("fp8", CENTRED), ("turboquant", CENTRED)),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}),
 ]
 GRAPHED, STORES = CASES, []
@@ -131,21 +135,22 @@ test_all.EXACT |= {"shadowkv": shadowkvs_exact}
 EVERYTHING = [
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
-    *((method, {}) for method in ("h2o", "quest")),
+    *((method, {}) for method in ("h2o", "quest", "snapkv")),
     ("hshare", {"every": 3, "share_heads": 1}),
     ("shadowkv", SHADOW_ALL),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
-# A prompt alone decides which tokens H2O and Keyformer still hold: here it decides none.
-SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer")] + [
-    ("h2o", {"keep": 64, "window": 64})
-]
+# A prompt alone decides scales, mean keys, and which tokens are still held: here it decides none.
+SPLITS = [case for case in CASES if case[0] not in ("h2o", "keyformer", "snapkv", "fp8")]
+SPLITS = [case for case in SPLITS if case[1] != CENTRED] + [("h2o", {"keep": 64, "window": 64})]
+SPLITS += [("snapkv", {"keep": 64})]
 SELECTORS = [
     ("streaming", {"sinks": 0, "recent": 6}, 6, 0, 6, 0, ""),
     ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
     ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
     ("h2o", {"keep": 12, "heavy": 0.0}, 12, 0, 12, 0, ""),  # without heavy hitters: streaming without sinks
     ("keyformer", {"keep": 24, "window": 8}, 24, 0, 12, 0, ""),
+    ("snapkv", SNAP, 24, 0, 8, 7, "early"),
     ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25, "sinks": 2, "recent": 4}, 24, 2, 4, 0, ""),
@@ -163,23 +168,28 @@ BYTES_READ = [
     ("quest", {"keep": 24, "page": 4, "skip": ""}, 80, (24 + 20) * 512),
     ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
     ("hshare", {"keep": 24, "channels": 0.25, "every": 3, "skip": ""}, 80, 24 * 512 + 80 * 64 // 3),
+    ("snapkv", SNAP, 80, 24 * 512),
     ("turboquant", {"bits": 3}, 80, 80 * 2 * 4 * (6 + 2)),
+    ("fp8", {}, 80, 80 * 2 * 4 * 16),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 80, 24 * 2 * 4 * 20 + 80 * 4 * (4 + 2)),
     ("shadowkv", SHADOW, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
 ]
 REFUSED_SETTINGS = [
     ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
+    ("snapkv", {"keep": 32}, "fewer than 0 sinks and 160 recent"),
     ("doublesparse", {"channels": 2.0}, r"--channels 2.0: give a number in \(0, 1\]"),
     ("hshare", {"share_heads": 4}, "of 4 KV heads, 0 to 3"),
     ("hshare", {"keep": 24, "sinks": 2, "recent": 4, "every": 20}, "at most 19"),  # 18 are selected
     ("shadowkv", {"keep": 60}, "lower --outliers"),
     ("turboquant", {"bits": 3}, "fills whole bytes, not 12", {"head_dim": 12}),
 ]
-NANO_CASES = [("turboquant", {}), ("sals_cann", {})]
+NANO_CASES = [("turboquant", {}), ("sals_cann", {}), ("fp8", CENTRED)]
 SAME_WITH_KERNELS = [
     ("palu", {}, 2, "latents"),
     ("h2o", {"keep": 24}, 2, "logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
+    ("snapkv", SNAP, 2, "plain"),
+    ("fp8", CENTRED, 2, "logits"),
     ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
     ("doublesparse", DOUBLE | {"sinks": 2, "recent": 4}, 2, "plain scores select"),
     ("hshare", DOUBLE | {"every": 3, "share_heads": 1}, 2, "plain scores select"),
@@ -284,6 +294,43 @@ def pure_h2o(cache, row, n, q, k, v):
     return by_head(cache, q, k, v, n, start, step)
 
 
+def pure_snapkv(cache, row, n, q, k, v):
+    """A prompt's 12 tokens, then eight slots for those after it: beyond these the first of them goes."""
+    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    slots, prompt = cache.count, cache.count - 8
+
+    def start(h):
+        grouped = q[:n].unflatten(1, (k.shape[1], -1))[:, h].transpose(0, 1)
+        kept = baselines.snapkv_prompt(grouped, k[:n, h], prompt, 6, 3)
+        return k[kept, h], v[kept, h], kept
+
+    def step(i, q, k, v, stored):
+        if len(stored[0]) == slots:
+            stored = (torch.cat((x[:prompt], x[prompt + 1 :])) for x in stored)
+        keys, values, kept = stored = compress.appended(stored, k, v, torch.tensor(i))
+        return (q @ keys.mT / 4).softmax(-1) @ values, kept, stored  # D is 16
+
+    return by_head(cache, q, k, v, n, start, step)
+
+
+def pure_fp8(cache, row, n, q, k, v):
+    heads, q = k.shape[1], cache.rope(q, slice(0, len(q)))
+    mean = k[:n].mean(0) if isinstance(cache, baselines.CentredCache) else torch.zeros(heads, 16)
+    prompt = cache.rope(k[:n] - mean, slice(0, n)), v[:n]
+    scales = [[x[:, h].abs().max() / 28 for x in prompt] for h in range(heads)]
+    each = itertools.cycle(range(heads))
+
+    def step(i, q, k, v, stored):
+        h, rope = next(each), lambda x, places: cache.rope(x[:, None], places)[:, 0]
+        out, stored = baselines.fp8_step(q, k, v, stored, scales[h], mean[h], rope)
+        return out, None, stored
+
+    def start(h):
+        return tuple(baselines.fp8(x[:, h], scale) for x, scale in zip(prompt, scales[h], strict=True))
+
+    return by_head(cache, q, k, v, n, start, step)
+
+
 def pure_shadowkv(cache, row, n, q, k, v):
     rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
     stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[row], rotated, v))
@@ -316,6 +363,9 @@ STEPS = {  # as in test_all.py
     "quest_step": ({"keep": 20, "page": 4}, pure_quest, None),
     "h2o_step": ({"keep": 20, "heavy": 0.7, "window": 12}, pure_h2o, None),
     "turboquant": ({"bits": 3}, pure_turboquant, None),
+    "snapkv_step": ({"keep": 20, "room": 8, "window": 6, "pool": 3}, pure_snapkv, None),
+    "fp8_step": ({}, pure_fp8, None),
+    "fp8_step centred": (CENTRED, pure_fp8, None),
     "sals_cann": ({"keep": 20, "page": 4, "tail": 2}, pure_sals_cann, None),
     "shadowkv_step": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
     "palu_step biased": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
@@ -348,6 +398,57 @@ def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
     cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
     places = cache.position[0].T.long()[..., None].expand(24, -1, 16)
     assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
+
+
+# ---- SnapKV
+
+
+@pytest.mark.parametrize("pool", [1, 4, 7])
+def test_snapkv_keeps_what_the_papers_listing_does(pool):
+    """Told by loops, of one KV head: 16 of 50 tokens, of which six are the window."""
+    torch.manual_seed(0)
+    q, k, votes = torch.randn(2, 50, 16) * 2, torch.randn(50, 16), torch.zeros(44)
+    for head, i in itertools.product(range(2), range(44, 50)):
+        votes += (k[: i + 1] @ q[head, i] / 4).softmax(0)[:44]
+    spans = ((max(0, i), i + pool) for i in range(-(pool // 2), 44 - pool // 2))
+    pooled = torch.stack([votes[slice(*span)].sum() for span in spans])
+    kept = {*pooled.topk(10).indices.tolist(), *range(44, 50)}
+    assert set(baselines.snapkv_prompt(q, k, 16, 6, pool).tolist()) == kept
+    assert baselines.snapkv_prompt(q, k, 50, 6, pool).tolist() == [*range(50)]
+
+
+# ---- FP8, keys less their mean
+
+
+def test_fp8_rounds_to_a_sixteenth_and_saturates_at_16_times_the_prompt():
+    """Of each number that is not below 1/1792 of the prompt's largest one: there the fraction's bits end."""
+    store = baselines.Fp8Store(Context(tiny_model(), 2, 64))  # tiny_model seeds
+    exponent = torch.randint(-10, 1, (40, 4, 16))
+    x = torch.rand(40, 4, 16).add(1).ldexp(exponent) * torch.logspace(-3, 3, 4)[:, None]
+    store.write((1, slice(0, 40)), x)
+    back, most = store.past(1, 40), x.amax((0, 2))
+    near = x * 1792 >= most[:, None]
+    assert near.float().mean() > 0.9 and ((back - x).abs() <= x / 16)[near].all()
+    assert ((back - x).abs() <= most[:, None] / 1792 / 16)[~near].all()
+    assert store.vectors.dtype == torch.float8_e4m3fn and store.formula() == 2 * (64 * 4 * 16 + 4 * 4)
+    store.write((1, slice(40, 42)), torch.stack((16 * x[0], 1e6 * x[1])))  # its scales stay
+    assert error(store.past(1, 40), back) == 0
+    assert torch.allclose(store.past(1, 42)[41], 16 * most[:, None].expand(-1, 16))
+
+
+@pytest.mark.parametrize("method", ["fp8", "turboquant"])
+@pytest.mark.parametrize("bias, fails", [(0.0, False), (50.0, True)])
+def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
+    """A bias in the slowest pair adds nearly the same to the logits of all tokens: dense hardly feels it."""
+    errors, (q, k, v) = [], stream(60)
+    k[..., [7, 15]] += bias
+    dense = reads(row_cache("dense", tiny_model(), 1, 60), 50, q, k, v)
+    truth = torch.cat([step(dense, n, q, k, v) for n in range(50, 60)])
+    for centre in (False, True):
+        cache = reads(row_cache(method, tiny_model(), 1, 60, centre=centre), 50, q, k, v)
+        errors.append(error(torch.cat([step(cache, n, q, k, v) for n in range(50, 60)]), truth))
+    plain, centred = errors
+    assert centred < 0.2 and (plain > 5 * centred) == fails, errors
 
 
 # ---- Double Sparse, HShare
@@ -851,6 +952,16 @@ def test_operators_are_recorded_with_what_they_move(monkeypatch):
     assert topk["select"] < topk["scores"] - keys + q
 
 
+def test_needles_are_found_where_a_cache_keeps_them(cli, tmp_path):
+    """A batch of two for three prompts."""
+    methods = "--method dense --method streaming:recent=200 --method snapkv:keep=500,pool=13"
+    sizes = f"--lengths 600 --depths 3 --samples 1 --rows 2 --csv {tmp_path}/t.csv"
+    assert cli(f"bench needle --checkpoint {NANO} {methods} {sizes}")[0] == 0
+    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert [float(row["depth"]) for row in rows[:3]] == [16.7, 50, 83.3]
+    assert [float(row["found"]) for row in rows] == [100, 100, 100, 0, 0, 100, 100, 100, 100]
+
+
 EVAL_HEAD = "method,bytes/token,read/step,kl python,single 64"
 
 
@@ -880,11 +991,13 @@ def test_tables_become_lines_of_points():
         (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),  # no KL to draw, and cells that are missing
         (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),  # a byte-order mark, and what TeX refuses
         ("tokens,loss\n64,2\n128,1", None),
+        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3\nb,64,75,4", None),
+        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3", "train --log (ValueError"),
         (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
         (EVAL_HEAD, "IndexError"),
         ("tokens,loss\n64,2\n128", "train --log (TypeError"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
     pytest.importorskip("matplotlib")
