@@ -716,16 +716,14 @@ def test_smollm2_answers(cli, tmp_path):
     assert code == 0 and out.strip() == "The capital of France is Paris."
     auto = pytest.importorskip("transformers")
     theirs, tokenizer = auto.AutoModelForCausalLM.from_pretrained(folder), with_auto(folder)[1]
-    asked = [
-        [{"role": "user", "content": f"What is the capital of {x}?"}]
-        for x in ("France", "the United Kingdom")
-    ]
+    cities = {"France": "Paris", "the United Kingdom": "London"}
+    asked = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities]
     tokenizer.padding_side, how = "left", {"return_tensors": "pt", "return_dict": True, "padding": True}
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
     within(theirs, "sals", batch_size=2, capacity=128, folder=folder)
     made = theirs.generate(**inputs, do_sample=False, max_new_tokens=9)
     answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert answers == [f"The capital of {x}." for x in ("France is Paris", "the United Kingdom is London")]
+    assert answers == [f"The capital of {country} is {city}." for country, city in cities.items()]
 
 
 # ------------------------------------------------------------------------------------- lm-evaluation-harness
@@ -806,7 +804,6 @@ WITHIN = {  # as in CASES; folded weights, codes, host rows
     "fdc": {"rate": 0.3},
     "elitekv": {"r": 3, "d_ckv": 20},
 }
-HF_SHAPE = {"hidden_size": 64, "num_hidden_layers": 4}
 
 
 def within(*args, **how):
@@ -825,42 +822,38 @@ def padded(*prompts: list[int], left: bool = True) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama-2", "mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("method", WITHIN)
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the argument's older name
 def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
     if (family, method) == ("qwen3", "elitekv"):
         pytest.skip("EliteKV refuses norms of queries and keys")
-    theirs, how = hf_model(family, **HF_SHAPE).to(DEVICE), WITHIN[method]
+    theirs, how = hf_model(family, hidden_size=64, num_hidden_layers=4).to(DEVICE), WITHIN[method]
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path, CPU, torch.float32)
     if test_all.METHODS[method].fit:
         test_all.put_artifact(tmp_path, method, test_all.artifact_of(method, model), model)
     engine = fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
     cache = within(theirs, method, batch_size=3, capacity=90, folder=tmp_path, **how)
-    held = cache.report()
-    assert held["cache_bytes_measured"] == held["cache_bytes_formula"]
-    assert held["cache_bytes_measured"] == sum(own.measured() for own in engine.caches)
-    for lengths in ((50, 37, 1), (33,)):  # the second starts anew, with fewer rows
+    held = [cache.report()[f"cache_bytes_{kind}"] for kind in ("measured", "formula")]
+    assert held == [sum(own.measured() for own in engine.caches)] * 2
+    for lengths in ((50, 37, 1), (33, 20)):  # the second starts anew, with fewer rows
         prompts = [random_ids(n, n) for n in lengths]
-        engine.prefill((prompts * 3)[:3])
+        engine.prefill((prompts * 2)[:3])
         expected = generate.decode_rows(engine, 30, lambda _: False).token_ids
-        made = theirs.generate(**padded(*prompts), past_key_values=cache, max_new_tokens=30)
+        made = theirs.generate(**padded(*prompts), max_new_tokens=30)
         assert made[:, lengths[0] :].tolist() == expected[: len(lengths)]
         assert cache.lengths == [n + 29 for n in lengths] and cache.get_seq_length() == lengths[0] + 29
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the argument's older name
 def test_transformers_reads_in_chunks_without_large_masks_and_finds_the_cache():
     theirs, masks = hf_model("llama-2").to(DEVICE), []
     plain, batch = copy.deepcopy(theirs), padded(random_ids(40), random_ids(9, 1))
     cache = within(theirs, "dense", batch_size=2, capacity=60)
-    theirs.model.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-    )
+    look = theirs.model.layers[0].register_forward_pre_hook
+    look(lambda _, args, kwargs: masks.append(kwargs["attention_mask"].numel()), with_kwargs=True)
     expected = plain.generate(**batch, max_new_tokens=20)
-    for how in ({}, {"prefill_chunk_size": 7}, {"past_key_values": cache}):  # 9 of 40: chunks of padding
+    for how in ({"prefill_chunk_size": 7}, {}, {"past_key_values": cache}):  # 9 of 40: chunks of padding
         assert torch.equal(theirs.generate(**batch, max_new_tokens=20, **how), expected)
-    assert {mask.numel() for mask in masks} == {1}
-    assert not any(p.requires_grad for p in theirs.parameters()) and not theirs.training
+    assert {*masks} == {1} and not any(p.requires_grad for p in theirs.parameters()) and not theirs.training
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -4,7 +4,7 @@
     cache = compress(model, "sals", batch_size=4, capacity=4096)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to("cuda")
     tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
-    print(cache.report())
+    print(cache.report())  # its bytes
 
 Only its attention becomes ours, with what the method folds into weights. A forward of several tokens reads
 a prompt, or more of it, row by row, by `Cache.extend`. One of a token each is a step, by `Cache.decode`. Left
