@@ -815,6 +815,16 @@ def test_smollm2_answers(cli, tmp_path):
     line = f"generate --checkpoint {folder} --method sals --chat --max_new_tokens 9"
     code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
+    auto = pytest.importorskip("transformers")
+    theirs, tokenizer = auto.AutoModelForCausalLM.from_pretrained(folder), with_auto(folder)[1]
+    cities = {"France": "Paris", "the United Kingdom": "London"}
+    asked = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities]
+    tokenizer.padding_side, how = "left", {"return_tensors": "pt", "return_dict": True, "padding": True}
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
+    within(theirs, "sals", batch_size=2, capacity=128, folder=folder)
+    made = theirs.generate(**inputs, do_sample=False, max_new_tokens=9)
+    answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answers == [f"The capital of {country} is {city}." for country, city in cities.items()]
 
 
 # ------------------------------------------------------------------------------------- lm-evaluation-harness
@@ -881,6 +891,137 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
     (row,) = cli.json(f"{line} --include_path {tmp_path}")["rows"]
     expected = simple_evaluate(theirs, tasks=["both"], task_manager=manager(include_path=tmp_path))
     assert expected["results"].items() <= row.items() and "choose" in row and row["bytes/token"] > 0
+
+
+# ------------------------------------------------------------------------------- generate() of transformers
+
+
+WITHIN = {  # as in CASES; folded weights, codes, host rows
+    "dense": {},
+    "sals": test_all.CODES,
+    "lrqk": test_all.LRQK,
+    "loki": {"k": 12, "d": 0.5},
+    "kivi": {"bits": 2, "residual": 32},
+    "fdc": {"rate": 0.3},
+    "elitekv": {"r": 3, "d_ckv": 20},
+}
+
+
+def within(*args, **how):
+    return pytest.importorskip("extras.transformers_cache").compress(*args, **how)
+
+
+def padded(*prompts: list[int], left: bool = True) -> dict[str, torch.Tensor]:
+    """The prompts as a batch of transformers, greedy and without an end."""
+    ids = torch.zeros(2, len(prompts), max(map(len, prompts)), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        place = slice(-len(prompt), None) if left else slice(len(prompt))
+        ids[0, row, place], ids[1, row, place] = torch.tensor(prompt), 1
+    ids, mask = ids.to(DEVICE)
+    return {"input_ids": ids, "attention_mask": mask, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("family", ["llama-2", "mistral", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("method", WITHIN)
+def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
+    if (family, method) == ("qwen3", "elitekv"):
+        pytest.skip("EliteKV refuses norms of queries and keys")
+    theirs, how = hf_model(family, hidden_size=64, num_hidden_layers=4).to(DEVICE), WITHIN[method]
+    theirs.save_pretrained(tmp_path)
+    model = load_model(tmp_path, CPU, torch.float32)
+    if test_all.METHODS[method].fit:
+        test_all.put_artifact(tmp_path, method, test_all.artifact_of(method, model), model)
+    engine = fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
+    cache = within(theirs, method, batch_size=3, capacity=90, folder=tmp_path, **how)
+    held = [cache.report()[f"cache_bytes_{kind}"] for kind in ("measured", "formula")]
+    assert held == [sum(own.measured() for own in engine.caches)] * 2
+    for lengths in ((50, 37, 1), (33, 20)):  # the second starts anew, with fewer rows
+        prompts = [random_ids(n, n) for n in lengths]
+        engine.prefill((prompts * 2)[:3])
+        expected = generate.decode_rows(engine, 30, lambda _: False).token_ids
+        made = theirs.generate(**padded(*prompts), max_new_tokens=30)
+        assert made[:, lengths[0] :].tolist() == expected[: len(lengths)]
+        assert cache.lengths == [n + 29 for n in lengths] and cache.get_seq_length() == lengths[0] + 29
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the argument's older name
+def test_transformers_reads_in_chunks_without_large_masks_and_finds_the_cache():
+    theirs, masks = hf_model("llama-2").to(DEVICE), []
+    plain, batch = copy.deepcopy(theirs), padded(random_ids(40), random_ids(9, 1))
+    cache = within(theirs, "dense", batch_size=2, capacity=60)
+    look = theirs.model.layers[0].register_forward_pre_hook
+    look(lambda _, args, kwargs: masks.append(kwargs["attention_mask"].numel()), with_kwargs=True)
+    expected = plain.generate(**batch, max_new_tokens=20)
+    for how in ({"prefill_chunk_size": 7}, {}, {"past_key_values": cache}):  # 9 of 40: chunks of padding
+        assert torch.equal(theirs.generate(**batch, max_new_tokens=20, **how), expected)
+    assert {*masks} == {1} and not any(p.requires_grad for p in theirs.parameters()) and not theirs.training
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_transformers_logits_in_bf16():
+    theirs, ids = hf_model("qwen2").to(DEVICE, torch.bfloat16), tiny_tokens(2, 60).to(DEVICE)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    cache = within(theirs, "dense", batch_size=2, capacity=60)
+    parts = [theirs(part, past_key_values=cache).logits for part in (ids[:, :50], *ids[:, 50:].split(1, 1))]
+    assert error(torch.cat(parts, 1), expected) < 0.03
+    assert cache.layers[0].keys.vectors.dtype == torch.bfloat16
+
+
+ONE, TWO = padded(random_ids(20)), padded(random_ids(20), random_ids(9, 1))
+NOT_RUN = [  # what the error says, the prompts, and how they are asked
+    ("3 rows for a cache of 2; give compress", padded(*[random_ids(20)] * 3), {}),
+    ("4 rows for a cache of 2.*no beams", TWO, {"num_beams": 2}),
+    ("rows cannot be copied, reordered or cut: no beams", ONE, {"num_beams": 2}),
+    ("no beams, no assistant", ONE, {"prompt_lookup_num_tokens": 3}),
+    ("padding after tokens; .*padding_side='left'", padded(random_ids(20), [3, 4], left=False), {}),
+    ("31 tokens for a cache of 30; .*larger capacity", TWO, {"max_new_tokens": 12}),
+    ("its compressed cache alone", TWO, {"use_cache": False}),
+    ("its compressed cache alone", TWO, {"past_key_values": None}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_a_compressed_model_of_transformers_refuses():
+    theirs = hf_model("llama-2").to(DEVICE)
+    cache = within(theirs, "dense", batch_size=2, capacity=30)
+    for fault, batch, how in NOT_RUN:
+        with pytest.raises(UserError, match=fault):
+            theirs.generate(**batch | {"max_new_tokens": 9} | how)
+        assert theirs.generate(**TWO, max_new_tokens=11).shape == (2, 31)  # the next one runs
+    with pytest.raises(UserError, match=r"is not \[2, 50\]; cache.reset\(\)"):
+        theirs(TWO["input_ids"], attention_mask=TWO["attention_mask"], past_key_values=cache)
+    with pytest.raises(UserError, match="no model.layers.0.self_attn.k_proj.weight; load it anew"):
+        within(theirs, "dense", batch_size=2, capacity=30)
+
+
+NOT_COMPRESSED = [  # what the error says, arguments, and what is done to the model before
+    (r"model's 40 \(its sliding window\); shorten the capacity", {"capacity": 41}, None),
+    ("not enough memory: the dense cache of 1000000000 rows", {"batch_size": 10**9}, None),
+    ("no checkpoint; give compress", {"method": "sals", "folder": "nowhere"}, None),
+    ("sals must be calibrated first", {"method": "sals"}, None),
+    ("the folder that it came from", {"method": "sals"}, lambda linear: linear.weight.mul_(2)),
+    ("--kept is not a setting of topk", {"method": "topk", "kept": 3}, None),
+    ("on several devices", {}, lambda linear: linear.to("meta")),
+]
+
+
+def test_models_of_transformers_that_cannot_be_compressed(tmp_path):
+    original = hf_model("mistral", sliding_window=40).to(DEVICE)
+    original.save_pretrained(tmp_path)
+    expected = original.generate(**TWO, max_new_tokens=9)
+    how = {"method": "dense", "folder": tmp_path, "batch_size": 2, "capacity": 30}
+    for fault, more, change in NOT_COMPRESSED:
+        theirs = copy.deepcopy(original)
+        if change:
+            change(theirs.model.layers[0].self_attn.q_proj.requires_grad_(False))
+        with pytest.raises(UserError, match=fault):
+            within(theirs, **how | more)
+        assert change or torch.equal(theirs.generate(**TWO, max_new_tokens=9), expected)
+    transformers = pytest.importorskip("transformers")
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
+    with pytest.raises(UserError, match="model_type 'gpt2' is not supported; supported: llama"):
+        within(gpt2, **how)
 
 
 # ------------------------------------------------------------------------------- speed, pictures (bench.py)
