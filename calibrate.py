@@ -285,7 +285,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
             context = Context(model, *trial.shape)
             caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
-            loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+            (loss, *_), _ = eval_perplexity(engine, trial, prefix, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
             kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
             facts[f"energy of 25%, {name}"] = kept.mean().item()
@@ -406,13 +406,25 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
 
 
 def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
-    """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
-    Hidden states do not depend on where a window lies: q and k are rotated to random ones of `positions`."""
-    c, device = model.config, next(model.parameters()).device
-    positions = min(positions or c.max_positions, c.max_positions)
-    generator = torch.Generator().manual_seed(0)
+    """R of each KV head from random tokens (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2)."""
+    positions = min(positions or model.config.max_positions, model.config.max_positions)
     shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
-    noise = torch.randint(0, c.vocab_size, shape, generator=generator)
+    noise = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tensors = fdc_bases(model, noise, positions)
+    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
+    facts = {"floor": accuracy, "positions": positions, "rate": rate}
+    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
+    for kind, name in (("qk", "q and k"), ("v", "v")):
+        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
+        facts[f"mean rank of {name}"] = ranks.double().mean().item()
+    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+
+
+def fdc_bases(model: Llama, tokens: Tensor, positions: int) -> dict[str, Tensor]:
+    """Singular values [L, Hkv, D] and R [L, Hkv, D, D] of q and k after RoPE ("qk"), of tokens [N, S], and of
+    W_V ("v"). Hidden states do not depend on where a window lies: q and k are rotated to random positions."""
+    c, device = model.config, next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
     cos, sin = rope_tables(c, positions, device)
 
     def queries_and_keys(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -421,19 +433,12 @@ def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, posit
         stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
         return stacked.transpose(1, 2).flatten(0, 1)
 
-    qk_values, qk_basis = head_bases(model, noise, "random tokens", queries_and_keys)
+    qk_values, qk_basis = head_bases(model, tokens, "q and k", queries_and_keys)
     weights = torch.stack([x.attention.wqkv.weight.split(x.attention.widths)[2] for x in model.layers])
     weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
     v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
-    facts = {"floor": accuracy, "positions": positions, "rate": rate}
-    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
-    for kind, name in (("qk", "q and k"), ("v", "v")):
-        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
-        facts[f"mean rank of {name}"] = ranks.double().mean().item()
-    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def fdc_rates(*values: Tensor) -> list[float]:
@@ -522,24 +527,28 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
-    """Rank of the keys of each layer, before and after RoPE.
+    """Rank of the keys of each layer, before and after RoPE, and how unlike its heads are.
 
-    It is the number of joint dims of all heads that hold 90 % of the keys' energy: what SALS and the methods
-    like it compress. RoPE raises it.
+    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy: what SALS and the
+    methods like it compress. RoPE raises it. The heads' largest singular values, of q and k after RoPE and of
+    W_V, vary by cv_qk and cv_v (deviation over mean): FDC gives unlike heads unlike ranks.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
-    moments = key_moments(model, tokens, "ranks")
-    ranks = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
+    moments, bases = key_moments(model, tokens, "ranks"), fdc_bases(model, tokens, model.config.max_positions)
+    figures = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
-    for name, of_layers in ranks.items():
+    for name, of_layers in figures.items():
         print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
+    for kind in ("qk", "v"):
+        largest = bases[f"{kind}.values"][..., 0]  # [L, Hkv]
+        figures[f"cv_{kind}"] = (largest.std(1, correction=0) / largest.mean(1)).tolist()
+        print(f"cv_{kind}: {largest.std(correction=0) / largest.mean():.3f} over the heads of all layers")
     if args.csv:
-        layers = enumerate(zip(*ranks.values(), strict=True))
-        rows = [{"layer": i, "pre": pre, "post": post} for i, (pre, post) in layers]
-        save_csv(args.csv, [*rows[0]], rows)
-    return {"width": model.config.kv_dim, **ranks}
+        rows = [dict(zip(figures, row, strict=True)) for row in zip(*figures.values(), strict=True)]
+        save_csv(args.csv, ["layer", *figures], [{"layer": i} | row for i, row in enumerate(rows)])
+    return {"width": model.config.kv_dim, **figures}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -1208,7 +1217,7 @@ class Candidate:
         label = f"{text} weights={weights}" if weights else text
         return cls(label, method, options, Path(folder) if folder else None, weights)
 
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched=False, least=None) -> Engine:
+    def engine(self, args, rows: int, capacity: int, watched=False, least=None, temperature=0.0) -> Engine:
         """An engine over freshly loaded weights, since a method may change them; watched: by Watched.
         least: it has fewer rows, down to this, where the memory holds no more."""
         model, artifact = self.load(args, capacity), None
@@ -1222,7 +1231,7 @@ class Candidate:
         method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
-        return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
+        return Engine(model, caches, context, Sampling(temperature), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
@@ -1302,22 +1311,24 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
 @torch.inference_mode()
 def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
     """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-    tokens [B, prefix + n] -> each row's mean loss over the n tokens and mean KL of `reference` [n, B, V] to
-    this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
-    tokens = tokens.to(engine.context.device)
+    tokens [B, prefix + n]; reference [n, B, V]: dense's log-probabilities, None where the cache is dense's
+    -> of each token loss and KL to dense in nats, and is the likeliest one dense's? [3, n, B] fp64; and the
+    reference (fp16, on the CPU)."""
+    tokens, figures, kept = tokens.to(engine.context.device), [], []
     engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = *torch.zeros(2, len(tokens), dtype=torch.float64), []
     for i in range(prefix, tokens.shape[1]):
-        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu()
-        if reference is not None:
+        dense = log_p = engine.logits.float().log_softmax(-1)  # [B, V]
+        if reference is None:
+            kept.append(log_p.half().cpu())
+        else:
             dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu()
-        kept.append(log_p.half().cpu())
+        loss, kl = -log_p.gather(1, tokens[:, i : i + 1])[:, 0], (dense.exp() * (dense - log_p)).sum(-1)
+        same = dense.gather(1, log_p.argmax(-1, True))[:, 0] == dense.amax(-1)  # in fp16 two may be equal
+        figures.append(torch.stack((loss, kl, same)).cpu())
         engine.tokens.copy_(tokens[:, i])
         engine.step()
         bar.tick()
-    return loss / len(kept), (kl / len(kept)).clamp(min=0), torch.stack(kept)
+    return torch.stack(figures, 1).double(), torch.stack(kept) if reference is None else reference
 
 
 @torch.inference_mode()
@@ -1334,18 +1345,33 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
 
 
 def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`."""
+    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`. Of what
+    dense wrote the drift, and not what is attended: to watch takes as long again."""
     row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
     for name, tokens in texts.items():
-        engine = candidate.engine(args, len(tokens), capacity, watched=True)
-        loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
-        reference.setdefault(name, log_p)
-        ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
+        engine = candidate.engine(args, len(tokens), capacity, watched=not args.generate)
+        figures, reference[name] = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+        loss, kl, _ = figures.mean(1)  # of each row
+        ppl, kl = loss.mean().exp().item(), kl.clamp(min=0)  # inf beyond fp64's numbers
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
+        if args.generate:
+            row |= drift(figures)
+            continue
         watched = model_file.gathered([cache.result() for cache in engine.caches])
         seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+
+
+def drift(figures: Tensor) -> dict[str, float]:
+    """figures [3, n, B] of eval_perplexity -> the KL and the fraction of equal likeliest tokens in
+    each eighth of the n tokens, named by its end: "kl@N", "argmax@N"."""
+    row = {}
+    for name, of_tokens in zip(("kl", "argmax"), figures[1:].mean(2), strict=True):
+        eighths = of_tokens.tensor_split(8)
+        ends = itertools.accumulate(map(len, eighths))
+        row |= {f"{name}@{n}": part.mean().item() for n, part in zip(ends, eighths, strict=True)}
+    return row
 
 
 def standard_error(samples: Tensor) -> float:
@@ -1397,14 +1423,16 @@ def run_eval(args: argparse.Namespace) -> dict:
     """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
 
     A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
-    is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
-    question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
+    is prefilled, and its continuation is decoded and scored; with --generate what dense writes after it, by
+    eighths. Retrieval: facts lie in a long text, and a question follows (after RULER). --equal_bytes and
+    --equal_tokens choose the settings that compare fairly.
 
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     table = None if ranks()[0] else args.csv  # rank 0 writes it
-    if not args.samples and not args.perplexity_rows:
-        raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
+    if not args.perplexity_rows and (args.generate or not args.samples):
+        raise UserError("nothing to evaluate: give --samples, or --perplexity_rows (with --generate, too)")
+    args.continuation = args.generate or args.continuation
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     config = ModelConfig.from_folder(args.checkpoint)
     # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
@@ -1416,6 +1444,8 @@ def run_eval(args: argparse.Namespace) -> dict:
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
     capacities |= {args.prefix + args.continuation: max(map(len, texts.values()))} if texts else {}
     check_candidates(candidates, args, capacities)
+    if args.generate:
+        texts = {"written": written(candidates[0], args, texts["prompts"])}
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
@@ -1451,15 +1481,40 @@ def run_eval(args: argparse.Namespace) -> dict:
 
 
 def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, Tensor], Haystack]:
-    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
+    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in.
+    With --generate those of all texts, and of a chat, are "prompts"."""
     files = {"python": text_files(STDLIB, held=True)}
     for path in args.text or []:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
-    length, rows = args.prefix + args.continuation, args.perplexity_rows
+    length, rows = args.prefix + args.continuation * (not args.generate), args.perplexity_rows
     texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
+    if args.generate:
+        *_, last = texts.values()
+        chats = [chat_prompts(tokenizer, last)] if tokenizer.chat_template else []
+        texts = {"prompts": torch.cat((*texts.values(), *chats))}
     return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
+
+
+def chat_prompts(tokenizer, texts: Tensor) -> Tensor:
+    """Prompts as long as the texts [B, S]: in a chat the user asks to explain such a text, which is cut."""
+    asks = [[{"role": "user", "content": f"Explain this text at length:\n{x}"}] for x in "12"]
+    frame, other = (generate.encode_chat(tokenizer, chat) for chat in asks)
+    start = len(os.path.commonprefix((frame, other)))  # where "1" or "2" stands
+    if (room := texts.shape[1] + 1 - len(frame)) < 1:
+        raise UserError(f"--prefix {texts.shape[1]}: give at least {len(frame)}, for the chat around a text")
+    before, after = (torch.tensor(ids).expand(len(texts), -1) for ids in (frame[:start], frame[start + 1 :]))
+    return torch.cat((before, texts[:, -room:], after), 1)
+
+
+def written(candidate: Candidate, args: argparse.Namespace, prompts: Tensor) -> Tensor:
+    """Prompts [B, S] and what the candidate writes after them, at temperature 0.7: [B, S + --generate]."""
+    engine = candidate.engine(args, *prompts.shape[:1], args.prefix + args.generate, temperature=0.7)
+    torch.manual_seed(0)
+    engine.prefill(prompts.tolist())
+    made = generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids
+    return torch.cat((prompts, torch.tensor(made)), 1)
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
@@ -1536,6 +1591,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
+    p.option("--generate", whole(8), 0, "instead, tokens that dense writes, after a chat, too", metavar="N")
     p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
