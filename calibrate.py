@@ -207,11 +207,10 @@ def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | No
 
 @dataclass
 class KeyMoments:
-    """Means over tokens, fp64: of all heads' keys jointly, and of products with the queries of a group."""
+    """Means over tokens, fp64: of all heads' keys jointly, and of the queries of a group."""
 
     second: Tensor  # K^T K / N [L, Hkv*D, Hkv*D]
     mean: Tensor  # [L, Hkv*D]
-    product: Tensor  # [L, Hkv, D]: |q_c k_c|, q and k of the same token, summed over the group
     queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
 
     def covariance(self) -> Tensor:
@@ -222,16 +221,15 @@ class KeyMoments:
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
-    sums = {name: [[0.0] * 4] * model.config.n_layers for name in ("pre", "post")}
+    sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         rotated = (apply_rope(x, cos, sin) for x in (q, k))
         for name, queries, keys in (("pre", q, k), ("post", *rotated)):
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
             grouped = queries.unflatten(-2, (model.config.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-            product = (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
             pairs = grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
-            new = rows.T @ rows, rows.sum(0), product, pairs
+            new = rows.T @ rows, rows.sum(0), pairs
             sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
     for window in tracked(label, tokens):
@@ -275,8 +273,8 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
-    prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
-    with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
+    prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
+    with Progress("trial", 2 * ends.shape[1]) as bar:
         for name in ("pre", "post"):
             blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
             own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
@@ -285,7 +283,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
             context = Context(model, *trial.shape)
             caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
-            (loss, *_), _ = eval_perplexity(engine, trial, prefix, None, bar)
+            (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
             kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
             facts[f"energy of 25%, {name}"] = kept.mean().item()
@@ -678,19 +676,17 @@ def deferred_interrupts() -> Iterator[list]:
     stops = []
 
     def defer(number: int, _) -> None:
+        if stops:
+            raise KeyboardInterrupt
         stops.append(number)
-        restore()
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     before = {number: signal.signal(number, defer) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stops
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_interrupts(*_) -> None:
@@ -857,18 +853,6 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
-def elite_artifact(model: Llama) -> dict[str, Tensor]:
-    """What gives a model's EliteAttention layers again, matrices in bf16: orders, r, d_ckv, A, B."""
-    attentions = [layer.attention for layer in model.layers]
-    _, _, d_ckv = attentions[0].widths
-    order = torch.stack([attention.order for attention in attentions])
-    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
-    for i, attention in enumerate(attentions):
-        a, b = attention.wqkv.weight[-d_ckv:].T, attention.up.weight.T
-        tensors |= {f"{i}.A": a.bfloat16(), f"{i}.B": b.bfloat16()}
-    return tensors
-
-
 def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
     """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
@@ -888,7 +872,7 @@ def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
 def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
     source: what the model, in EliteKV's form, was uptrained from; it becomes dense. Other files are copied,
-    and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    and the artifact has the elite pairs: EliteKV alone can run the checkpoint."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
         if source:
@@ -896,7 +880,10 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
             config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-            artifact = elite_artifact(model)
+            attentions = [layer.attention for layer in model.layers]
+            sizes = {"r": attentions[0].r, "d_ckv": attentions[0].up.in_features}
+            artifact = {name: torch.tensor(size) for name, size in sizes.items()}
+            artifact["elite"] = torch.stack([attention.order for attention in attentions])
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -1309,23 +1296,22 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
 
 
 @torch.inference_mode()
-def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
-    """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-    tokens [B, prefix + n]; reference [n, B, V]: dense's log-probabilities, None where the cache is dense's
-    -> of each token loss and KL to dense in nats, and is the likeliest one dense's? [3, n, B] fp64; and the
-    reference (fp16, on the CPU)."""
-    tokens, figures, kept = tokens.to(engine.context.device), [], []
-    engine.prefill(tokens[:, :prefix].tolist())
-    for i in range(prefix, tokens.shape[1]):
+def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Tensor | None, bar) -> tuple:
+    """Reads a prompt a row, then teacher-forces tokens [B, n] through the cache, one by one.
+    reference [n, B, V]: dense's log-probabilities, None where the cache is dense's -> of each token the loss
+    and KL in nats, and whether its likeliest is dense's: [3, n, B] fp64; the reference (fp16, on the CPU)."""
+    figures, kept = [], []
+    engine.prefill(prompts)
+    for i, token in enumerate(tokens.T.to(engine.tokens)):
         dense = log_p = engine.logits.float().log_softmax(-1)  # [B, V]
         if reference is None:
             kept.append(log_p.half().cpu())
         else:
-            dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-        loss, kl = -log_p.gather(1, tokens[:, i : i + 1])[:, 0], (dense.exp() * (dense - log_p)).sum(-1)
+            dense = reference[i].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
+        loss, kl = -log_p.gather(1, token[:, None])[:, 0], (dense.exp() * (dense - log_p)).sum(-1)
         same = dense.gather(1, log_p.argmax(-1, True))[:, 0] == dense.amax(-1)  # in fp16 two may be equal
         figures.append(torch.stack((loss, kl, same)).cpu())
-        engine.tokens.copy_(tokens[:, i])
+        engine.tokens.copy_(token)
         engine.step()
         bar.tick()
     return torch.stack(figures, 1).double(), torch.stack(kept) if reference is None else reference
@@ -1344,13 +1330,14 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
     return [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
 
 
-def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
+def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], reference: dict, bar) -> dict:
     """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`. Of what
     dense wrote the drift, and not what is attended: to watch takes as long again."""
-    row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
-    for name, tokens in texts.items():
-        engine = candidate.engine(args, len(tokens), capacity, watched=not args.generate)
-        figures, reference[name] = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
+    row, seen = {"errors": {}}, []
+    for name, (prompts, tokens) in texts.items():
+        capacity = args.continuation + max(map(len, prompts))
+        engine = candidate.engine(args, len(prompts), capacity, watched=not args.generate)
+        figures, reference[name] = eval_perplexity(engine, prompts, tokens, reference.get(name), bar)
         loss, kl, _ = figures.mean(1)  # of each row
         ppl, kl = loss.mean().exp().item(), kl.clamp(min=0)  # inf beyond fp64's numbers
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
@@ -1436,16 +1423,17 @@ def run_eval(args: argparse.Namespace) -> dict:
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     config = ModelConfig.from_folder(args.checkpoint)
     # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
-    if args.weights or candidates[0].method != "dense" and not config.elitekv:
+    if args.weights or candidates[0].label != "dense" and not config.elitekv:
         candidates.insert(0, Candidate.parse("elitekv" if config.elitekv else "dense"))
     tokenizer = load_tokenizer(args.checkpoint)
     texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    capacities |= {args.prefix + args.continuation: max(map(len, texts.values()))} if texts else {}
+    for prompts, _ in texts.values():
+        capacities[args.continuation + max(map(len, prompts))] = len(prompts)
     check_candidates(candidates, args, capacities)
     if args.generate:
-        texts = {"written": written(candidates[0], args, texts["prompts"])}
+        texts["written"] = prompts, written(candidates[0], args, prompts)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     prompts = len(args.lengths) * len(args.tasks) * args.samples
@@ -1480,41 +1468,34 @@ def run_eval(args: argparse.Namespace) -> dict:
     return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
 
-def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, Tensor], Haystack]:
-    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in.
-    With --generate those of all texts, and of a chat, are "prompts"."""
+def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, tuple], Haystack]:
+    """Prompts of each text whose perplexity is measured, and tokens [B, n] that follow, by its name; and the
+    text to hide facts in. With --generate what is to be "written" after all prompts, and after a chat's."""
     files = {"python": text_files(STDLIB, held=True)}
     for path in args.text or []:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
-    length, rows = args.prefix + args.continuation * (not args.generate), args.perplexity_rows
-    texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
+    length, rows, texts = args.prefix + args.continuation, args.perplexity_rows, {}
+    for name, some in files.items() if rows else ():
+        window = windows(tokenizer, some, length, rows, vocabulary)
+        texts[name] = window[:, : args.prefix].tolist(), window[:, args.prefix :]
     if args.generate:
-        *_, last = texts.values()
-        chats = [chat_prompts(tokenizer, last)] if tokenizer.chat_template else []
-        texts = {"prompts": torch.cat((*texts.values(), *chats))}
+        prompts = [ids for prompts, _ in texts.values() for ids in prompts]
+        if tokenizer.chat_template:
+            asks = [f"Explain this text at length:\n{tokenizer.decode(ids)}" for ids in prompts[-rows:]]
+            prompts += [generate.encode_chat(tokenizer, [{"role": "user", "content": ask}]) for ask in asks]
+        texts = {"written": (prompts, None)}
     return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
 
 
-def chat_prompts(tokenizer, texts: Tensor) -> Tensor:
-    """Prompts as long as the texts [B, S]: in a chat the user asks to explain such a text, which is cut."""
-    asks = [[{"role": "user", "content": f"Explain this text at length:\n{x}"}] for x in "12"]
-    frame, other = (generate.encode_chat(tokenizer, chat) for chat in asks)
-    start = len(os.path.commonprefix((frame, other)))  # where "1" or "2" stands
-    if (room := texts.shape[1] + 1 - len(frame)) < 1:
-        raise UserError(f"--prefix {texts.shape[1]}: give at least {len(frame)}, for the chat around a text")
-    before, after = (torch.tensor(ids).expand(len(texts), -1) for ids in (frame[:start], frame[start + 1 :]))
-    return torch.cat((before, texts[:, -room:], after), 1)
-
-
-def written(candidate: Candidate, args: argparse.Namespace, prompts: Tensor) -> Tensor:
-    """Prompts [B, S] and what the candidate writes after them, at temperature 0.7: [B, S + --generate]."""
-    engine = candidate.engine(args, *prompts.shape[:1], args.prefix + args.generate, temperature=0.7)
+def written(candidate: Candidate, args: argparse.Namespace, prompts: list[list[int]]) -> Tensor:
+    """What the candidate writes after each prompt at temperature 0.7, by seed 0: tokens [B, --generate]."""
+    capacity = args.generate + max(map(len, prompts))
+    engine = candidate.engine(args, len(prompts), capacity, temperature=0.7)
     torch.manual_seed(0)
-    engine.prefill(prompts.tolist())
-    made = generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids
-    return torch.cat((prompts, torch.tensor(made)), 1)
+    engine.prefill(prompts)
+    return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids)
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:

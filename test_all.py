@@ -1664,7 +1664,8 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
     before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
-    (losses, *_), _ = calibrate.eval_perplexity(engine, tokens, 1, None, generate.Progress("test", 1000))
+    prompts, rest = tokens[:, :1].tolist(), tokens[:, 1:]
+    (losses, *_), _ = calibrate.eval_perplexity(engine, prompts, rest, None, generate.Progress("test", 1000))
     assert math.exp(losses.mean()) == pytest.approx(searched, 1e-4)
     assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
     lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
@@ -3529,7 +3530,7 @@ def test_perplexity_and_kl_through_the_cache():
 
     def perplexity(method: str, dense=None, **options):
         engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
-        return calibrate.eval_perplexity(engine, tokens, 40, dense, bar)
+        return calibrate.eval_perplexity(engine, tokens[:, :40].tolist(), tokens[:, 40:], dense, bar)
 
     (loss, *others), dense = perplexity("dense")
     assert others[0].eq(0).all() and others[1].eq(1).all()
@@ -3547,8 +3548,9 @@ def test_perplexity_and_kl_through_the_cache():
     assert error == pytest.approx(np.abs(np.diff(truth.mean(0))).item() / 2, rel=0.05)
 
 
-def test_drift_is_by_eighths_of_what_dense_writes(cli, monkeypatch):
-    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16."""
+def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
+    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16. With a chat
+    template half of the prompts are chats about the others."""
     seen = mock.Mock(side_effect=calibrate.eval_perplexity)
     monkeypatch.setattr(calibrate, "eval_perplexity", seen)
     kivi = "kivi:bits=2,residual=32"
@@ -3559,26 +3561,20 @@ def test_drift_is_by_eighths_of_what_dense_writes(cli, monkeypatch):
     kl, same = ([kivi[f"{name}@{n}"] for n in ends] for name in ("kl", "argmax"))
     assert max(map(abs, kl[:4])) < 1e-5 < 1e-3 < min(kl[4:]) and same[:4] == [1] * 4 and min(same) < 1
     assert np.mean(kl) == pytest.approx(kivi["kl written"], rel=1e-6)
-    first, second = (call.args[1] for call in seen.call_args_list)
-    engine = fitted_engine(generate.NANO, "dense", 2, 48)
+    (_, prompts, tokens, *_), again = (call.args for call in seen.call_args_list)
+    assert prompts == again[1] and torch.equal(tokens, again[2])
+    engine = fitted_engine(generate.NANO, "dense", len(prompts), 99)
     engine.sampling = Sampling(0.7)
     torch.manual_seed(0)
-    engine.prefill(first[:, :16].tolist())
-    assert first[:, 16:].tolist() == decode_rows(engine, 32, lambda ids: False).token_ids
-    assert torch.equal(first, second)
+    engine.prefill(prompts)
+    assert tokens.tolist() == decode_rows(engine, 32, lambda ids: False).token_ids
 
-
-def test_prompts_of_a_chat_have_a_text_within_the_model_s_own_frame():
-    tokenizer, texts = load_tokenizer(NANO), torch.randint(300, 4000, (2, 60))
-    tokenizer.chat_template = "User: {{ messages[0].content }}\n\nAssistant: "
-    ask = [{"role": "user", "content": "Explain this text at length:\n7"}]
-    frame, prompts = generate.encode_chat(tokenizer, ask), calibrate.chat_prompts(tokenizer, texts)
-    start = frame.index(tokenizer.encode_continuation("7")[-1])
-    room = 60 - len(frame) + 1
-    for text, prompt in zip(texts.tolist(), prompts.tolist(), strict=True):
-        assert prompt == [*frame[:start], *text[-room:], *frame[start + 1 :]]
-    with pytest.raises(UserError, match=f"--prefix 5: give at least {len(frame)}"):
-        calibrate.chat_prompts(tokenizer, texts[:, :5])
+    (folder / "chat_template.jinja").write_text("U: {{ messages[0].content }}\nA:")
+    assert "kl@32" in cli.json(line)["rows"][1]
+    chats, tokenizer = seen.call_args.args[1], load_tokenizer(folder)
+    assert chats[:2] == prompts and len(chats) == 4
+    for chat, text in zip(chats[2:], prompts, strict=True):
+        assert tokenizer.decode(chat) == f"U: Explain this text at length:\n{tokenizer.decode(text)}\nA:"
 
 
 def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, monkeypatch):
