@@ -12,7 +12,6 @@ import csv
 import dataclasses
 import glob
 import inspect
-import io
 import itertools
 import json
 import math
@@ -527,25 +526,25 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 def run_ranks(args: argparse.Namespace) -> dict:
     """Rank of the keys of each layer, before and after RoPE, and how unlike its heads are.
 
-    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy: what SALS and the
-    methods like it compress. RoPE raises it. The heads' largest singular values, of q and k after RoPE and of
-    W_V, vary by cv_qk and cv_v (deviation over mean): FDC gives unlike heads unlike ranks.
+    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy. cv_qk and cv_v are the
+    deviation over the mean of the heads' largest singular values: of q and k after RoPE, and of W_V.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
     moments, bases = key_moments(model, tokens, "ranks"), fdc_bases(model, tokens, model.config.max_positions)
-    figures = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
+    figures = {"layer": [*range(model.config.n_layers)]}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
-    for name, of_layers in figures.items():
+    for name, of_keys in moments.items():
+        figures[name] = of_layers = compress.rank_at(eigen(of_keys.second)[0], 0.9).tolist()
         print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
     for kind in ("qk", "v"):
         largest = bases[f"{kind}.values"][..., 0]  # [L, Hkv]
         figures[f"cv_{kind}"] = (largest.std(1, correction=0) / largest.mean(1)).tolist()
         print(f"cv_{kind}: {largest.std(correction=0) / largest.mean():.3f} over the heads of all layers")
     if args.csv:
-        rows = [dict(zip(figures, row, strict=True)) for row in zip(*figures.values(), strict=True)]
-        save_csv(args.csv, ["layer", *figures], [{"layer": i} | row for i, row in enumerate(rows)])
+        layers = zip(*figures.values(), strict=True)
+        save_csv(args.csv, [*figures], [dict(zip(figures, row, strict=True)) for row in layers])
     return {"width": model.config.kv_dim, **figures}
 
 
@@ -747,34 +746,6 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     return done >= total
 
 
-def train_tokenizer(sources: list[list[Path]], vocab_size: int) -> bytes:
-    """A sentencepiece BPE file with byte fallback and single digits, from about 14 MB of each source."""
-    import sentencepiece
-
-    def lines() -> Iterator[str]:
-        for source in sources:
-            size = 0
-            for text in read_texts(source):
-                for line in filter(str.strip, text.split("\n")):
-                    yield line[:4000]
-                size += len(text)
-                if size > 14e6:
-                    break
-
-    made = io.BytesIO()
-    pieces = {"vocab_size": vocab_size, "model_type": "bpe", "byte_fallback": True, "split_digits": True}
-    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
-    text = {"normalization_rule_name": "identity", "character_coverage": 0.9995, "max_sentence_length": 16384}
-    settings = {**pieces, **spaces, **text, "minloglevel": 2}
-    try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=made, **settings)
-    except RuntimeError as error:
-        if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
-            raise
-        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
-    return made.getvalue()
-
-
 def text_share(text: str) -> tuple[Path, float]:
     """PATH:SHARE, or PATH for a fraction of 1. A path may hold colons: C:\\books, or a folder run:2."""
     path, _, share = text.rpartition(":")
@@ -786,7 +757,7 @@ def run_train(args: argparse.Namespace) -> None:
     """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
 
     A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
-    With --state a later call goes on where this one stopped.
+    With --state a later call goes on where this one stopped. The tokenizer is --out's, or the embedded one.
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
         python calibrate.py train --from FOLDER --out NEW --distill --text books --stages 16x2048x6000"""
@@ -800,9 +771,8 @@ def run_train(args: argparse.Namespace) -> None:
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     if not args.source:
         if not (args.out / "tokenizer.model").is_file():
-            pieces = train_tokenizer(files, NANO.vocab_size)
             with replacing(args.out, "tokenizer") as partial:
-                (partial / "tokenizer.model").write_bytes(pieces)
+                shutil.copy(generate.NANO / "tokenizer.model", partial)
         tokenizer = load_tokenizer(args.out)
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
@@ -880,10 +850,9 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
             config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-            attentions = [layer.attention for layer in model.layers]
-            sizes = {"r": attentions[0].r, "d_ckv": attentions[0].up.in_features}
-            artifact = {name: torch.tensor(size) for name, size in sizes.items()}
-            artifact["elite"] = torch.stack([attention.order for attention in attentions])
+            elite = [layer.attention for layer in model.layers]
+            sizes = {"r": torch.tensor(elite[0].r), "d_ckv": torch.tensor(elite[0].up.in_features)}
+            artifact = sizes | {"elite": torch.stack([attention.order for attention in elite])}
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -1353,12 +1322,9 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], referenc
 def drift(figures: Tensor) -> dict[str, float]:
     """figures [3, n, B] of eval_perplexity -> the KL and the fraction of equal likeliest tokens in
     each eighth of the n tokens, named by its end: "kl@N", "argmax@N"."""
-    row = {}
-    for name, of_tokens in zip(("kl", "argmax"), figures[1:].mean(2), strict=True):
-        eighths = of_tokens.tensor_split(8)
-        ends = itertools.accumulate(map(len, eighths))
-        row |= {f"{name}@{n}": part.mean().item() for n, part in zip(ends, eighths, strict=True)}
-    return row
+    n = figures.shape[1] // 8
+    _, kl, same = figures[:, : 8 * n].unflatten(1, (8, n)).mean((2, 3)).tolist()
+    return {f"{name}@{n * i}": x for name, of in (("kl", kl), ("argmax", same)) for i, x in enumerate(of, 1)}
 
 
 def standard_error(samples: Tensor) -> float:
@@ -1410,9 +1376,8 @@ def run_eval(args: argparse.Namespace) -> dict:
     """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
 
     A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
-    is prefilled, and its continuation is decoded and scored; with --generate what dense writes after it, by
-    eighths. Retrieval: facts lie in a long text, and a question follows (after RULER). --equal_bytes and
-    --equal_tokens choose the settings that compare fairly.
+    is prefilled, and what follows is decoded and scored (--generate: what dense writes). Retrieval: facts lie
+    in a long text, then comes a question (after RULER). --equal_bytes, --equal_tokens: fair settings.
 
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
@@ -1436,9 +1401,9 @@ def run_eval(args: argparse.Namespace) -> dict:
         texts["written"] = prompts, written(candidates[0], args, prompts)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
-    prompts = len(args.lengths) * len(args.tasks) * args.samples
+    asked = len(args.lengths) * len(args.tasks) * args.samples
     results, reference = [], {}
-    with Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts)) as bar:
+    with Progress("eval", len(candidates) * (len(texts) * args.continuation + asked)) as bar:
         for candidate in candidates:
             try:
                 row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
@@ -1491,8 +1456,7 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
 
 def written(candidate: Candidate, args: argparse.Namespace, prompts: list[list[int]]) -> Tensor:
     """What the candidate writes after each prompt at temperature 0.7, by seed 0: tokens [B, --generate]."""
-    capacity = args.generate + max(map(len, prompts))
-    engine = candidate.engine(args, len(prompts), capacity, temperature=0.7)
+    engine = candidate.engine(args, len(prompts), args.generate + max(map(len, prompts)), temperature=0.7)
     torch.manual_seed(0)
     engine.prefill(prompts)
     return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids)
@@ -1572,7 +1536,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
-    p.option("--generate", whole(8), 0, "instead, tokens that dense writes, after a chat, too", metavar="N")
+    p.option("--generate", whole(8), 0, "instead, tokens that dense writes, after chats, too", metavar="N")
     p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
@@ -1583,8 +1547,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(commands, run_train, generate.add_device_option)
     p.option("--out", writable_folder, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
-    about = "with --from: EliteKV's settings (default elitekv)"
-    p.option("--method", str, None, about, metavar="elitekv[:SETTING=VALUE,...]")
+    p.option("--method", str, None, "with --from: its settings", metavar="elitekv[:SETTING=VALUE,...]")
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", text_share, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")

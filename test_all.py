@@ -3387,18 +3387,6 @@ def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
     assert not state.exists()
 
 
-def test_trained_tokenizer_keeps_digits_spaces_and_newlines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = calibrate.train_tokenizer([[ROOT / "model.py"], [ROOT / "compress.py", ROOT / "kernels.py"]], 600)
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "tokenizer.model").write_bytes(made)
-    tokenizer = load_tokenizer(tmp_path)
-    text = "def f(x):\n    return x + 12345  # caf\u00e9 \u4f60"
-    ids = tokenizer.encode(text)
-    assert tokenizer.vocab_size == 600 and tokenizer.decode(ids) == text
-    assert [p for p in (tokenizer.decode([i]) for i in ids) if p.isdigit()] == ["1", "2", "3", "4", "5"]
-
-
 def test_explained_is_the_mean_of_the_heads_ranks():
     """Sec. 3.1: Rank@v of a layer averages its heads; here 1, 1, 1 and 8 of 16, mean 2.75."""
     model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
@@ -3869,7 +3857,7 @@ BAD_COMMANDS = {
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
     "fit --method sals --text none": "No such file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
-    "train --out new --text few.txt": "too little text for a tokenizer",
+    "train --out new --text few.txt": "no text of at least 200 characters",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
     "train --out new --text few.txt --distill": "with --from FOLDER",
     "train --out new --text few.txt:nan": "--text: nan: give a number in (0, inf)",
