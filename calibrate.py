@@ -770,10 +770,8 @@ def run_train(args: argparse.Namespace) -> None:
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     if not args.source:
-        if not (args.out / "tokenizer.model").is_file():
-            with replacing(args.out, "tokenizer") as partial:
-                shutil.copy(generate.NANO / "tokenizer.model", partial)
-        tokenizer = load_tokenizer(args.out)
+        home = args.out if (args.out / "tokenizer.model").is_file() else generate.NANO
+        tokenizer = load_tokenizer(home)
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
@@ -782,6 +780,8 @@ def run_train(args: argparse.Namespace) -> None:
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
+    if not args.source and home != args.out:
+        shutil.copy(home / "tokenizer.model", args.out)
     print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
