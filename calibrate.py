@@ -12,7 +12,6 @@ import csv
 import dataclasses
 import glob
 import inspect
-import io
 import itertools
 import json
 import math
@@ -207,11 +206,10 @@ def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | No
 
 @dataclass
 class KeyMoments:
-    """Means over tokens, fp64: of all heads' keys jointly, and of products with the queries of a group."""
+    """Means over tokens, fp64: of all heads' keys jointly, and of the queries of a group."""
 
     second: Tensor  # K^T K / N [L, Hkv*D, Hkv*D]
     mean: Tensor  # [L, Hkv*D]
-    product: Tensor  # [L, Hkv, D]: |q_c k_c|, q and k of the same token, summed over the group
     queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
 
     def covariance(self) -> Tensor:
@@ -222,16 +220,15 @@ class KeyMoments:
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
-    sums = {name: [[0.0] * 4] * model.config.n_layers for name in ("pre", "post")}
+    sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         rotated = (apply_rope(x, cos, sin) for x in (q, k))
         for name, queries, keys in (("pre", q, k), ("post", *rotated)):
             rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
             grouped = queries.unflatten(-2, (model.config.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-            product = (grouped.abs().sum(-2) * keys.abs()).sum((0, 1))
             pairs = grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
-            new = rows.T @ rows, rows.sum(0), product, pairs
+            new = rows.T @ rows, rows.sum(0), pairs
             sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
     for window in tracked(label, tokens):
@@ -275,8 +272,8 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
-    prefix = trial.shape[1] - max(1, trial.shape[1] // 8)
-    with Progress("trial", 2 * (trial.shape[1] - prefix)) as bar:
+    prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
+    with Progress("trial", 2 * ends.shape[1]) as bar:
         for name in ("pre", "post"):
             blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
             own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
@@ -285,7 +282,7 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
             context = Context(model, *trial.shape)
             caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
             engine = Engine(model, caches, context, Sampling())
-            loss, _, _ = eval_perplexity(engine, trial, prefix, None, bar)
+            (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
             facts[f"perplexity_{name}"] = loss.mean().exp().item()
             kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
             facts[f"energy of 25%, {name}"] = kept.mean().item()
@@ -406,13 +403,25 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
 
 
 def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
-    """R of each KV head from random tokens at random positions (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2).
-    Hidden states do not depend on where a window lies: q and k are rotated to random ones of `positions`."""
-    c, device = model.config, next(model.parameters()).device
-    positions = min(positions or c.max_positions, c.max_positions)
-    generator = torch.Generator().manual_seed(0)
+    """R of each KV head from random tokens (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2)."""
+    positions = min(positions or model.config.max_positions, model.config.max_positions)
     shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
-    noise = torch.randint(0, c.vocab_size, shape, generator=generator)
+    noise = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tensors = fdc_bases(model, noise, positions)
+    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
+    facts = {"floor": accuracy, "positions": positions, "rate": rate}
+    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
+    for kind, name in (("qk", "q and k"), ("v", "v")):
+        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
+        facts[f"mean rank of {name}"] = ranks.double().mean().item()
+    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+
+
+def fdc_bases(model: Llama, tokens: Tensor, positions: int) -> dict[str, Tensor]:
+    """Singular values [L, Hkv, D] and R [L, Hkv, D, D] of q and k after RoPE ("qk"), of tokens [N, S], and of
+    W_V ("v"). Hidden states do not depend on where a window lies: q and k are rotated to random positions."""
+    c, device = model.config, next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
     cos, sin = rope_tables(c, positions, device)
 
     def queries_and_keys(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -421,19 +430,12 @@ def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, posit
         stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
         return stacked.transpose(1, 2).flatten(0, 1)
 
-    qk_values, qk_basis = head_bases(model, noise, "random tokens", queries_and_keys)
+    qk_values, qk_basis = head_bases(model, tokens, "q and k", queries_and_keys)
     weights = torch.stack([x.attention.wqkv.weight.split(x.attention.widths)[2] for x in model.layers])
     weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
     v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
     tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
-    facts = {"floor": accuracy, "positions": positions, "rate": rate}
-    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
-    for kind, name in (("qk", "q and k"), ("v", "v")):
-        ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
-        facts[f"mean rank of {name}"] = ranks.double().mean().item()
-    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def fdc_rates(*values: Tensor) -> list[float]:
@@ -522,24 +524,28 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
-    """Rank of the keys of each layer, before and after RoPE.
+    """Rank of the keys of each layer, before and after RoPE, and how unlike its heads are.
 
-    It is the number of joint dims of all heads that hold 90 % of the keys' energy: what SALS and the methods
-    like it compress. RoPE raises it.
+    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy. cv_qk and cv_v are the
+    deviation over the mean of the heads' largest singular values: of q and k after RoPE, and of W_V.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
-    moments = key_moments(model, tokens, "ranks")
-    ranks = {name: compress.rank_at(eigen(m.second)[0], 0.9).tolist() for name, m in moments.items()}
+    moments, bases = key_moments(model, tokens, "ranks"), fdc_bases(model, tokens, model.config.max_positions)
+    figures = {"layer": [*range(model.config.n_layers)]}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
-    for name, of_layers in ranks.items():
+    for name, of_keys in moments.items():
+        figures[name] = of_layers = compress.rank_at(eigen(of_keys.second)[0], 0.9).tolist()
         print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
+    for kind in ("qk", "v"):
+        largest = bases[f"{kind}.values"][..., 0]  # [L, Hkv]
+        figures[f"cv_{kind}"] = (largest.std(1, correction=0) / largest.mean(1)).tolist()
+        print(f"cv_{kind}: {largest.std(correction=0) / largest.mean():.3f} over the heads of all layers")
     if args.csv:
-        layers = enumerate(zip(*ranks.values(), strict=True))
-        rows = [{"layer": i, "pre": pre, "post": post} for i, (pre, post) in layers]
-        save_csv(args.csv, [*rows[0]], rows)
-    return {"width": model.config.kv_dim, **ranks}
+        layers = zip(*figures.values(), strict=True)
+        save_csv(args.csv, [*figures], [dict(zip(figures, row, strict=True)) for row in layers])
+    return {"width": model.config.kv_dim, **figures}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -669,19 +675,17 @@ def deferred_interrupts() -> Iterator[list]:
     stops = []
 
     def defer(number: int, _) -> None:
+        if stops:
+            raise KeyboardInterrupt
         stops.append(number)
-        restore()
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     before = {number: signal.signal(number, defer) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stops
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_interrupts(*_) -> None:
@@ -742,34 +746,6 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     return done >= total
 
 
-def train_tokenizer(sources: list[list[Path]], vocab_size: int) -> bytes:
-    """A sentencepiece BPE file with byte fallback and single digits, from about 14 MB of each source."""
-    import sentencepiece
-
-    def lines() -> Iterator[str]:
-        for source in sources:
-            size = 0
-            for text in read_texts(source):
-                for line in filter(str.strip, text.split("\n")):
-                    yield line[:4000]
-                size += len(text)
-                if size > 14e6:
-                    break
-
-    made = io.BytesIO()
-    pieces = {"vocab_size": vocab_size, "model_type": "bpe", "byte_fallback": True, "split_digits": True}
-    spaces = {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
-    text = {"normalization_rule_name": "identity", "character_coverage": 0.9995, "max_sentence_length": 16384}
-    settings = {**pieces, **spaces, **text, "minloglevel": 2}
-    try:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(), model_writer=made, **settings)
-    except RuntimeError as error:
-        if "Vocabulary size" not in str(error) and "sentences_.empty" not in str(error):
-            raise
-        raise UserError(f"too little text for a tokenizer of {vocab_size} pieces; give more --text") from None
-    return made.getvalue()
-
-
 def text_share(text: str) -> tuple[Path, float]:
     """PATH:SHARE, or PATH for a fraction of 1. A path may hold colons: C:\\books, or a folder run:2."""
     path, _, share = text.rpartition(":")
@@ -781,7 +757,7 @@ def run_train(args: argparse.Namespace) -> None:
     """Train the embedded model from scratch, or uptrain a checkpoint for EliteKV.
 
     A document is plain text, repeated random segments, or facts with questions. Stages follow one another.
-    With --state a later call goes on where this one stopped.
+    With --state a later call goes on where this one stopped. The tokenizer is --out's, or the embedded one.
 
         python calibrate.py train --out FOLDER --text books:0.3 code:0.7 --state nano.state --minutes 10
         python calibrate.py train --from FOLDER --out NEW --distill --text books --stages 16x2048x6000"""
@@ -794,11 +770,8 @@ def run_train(args: argparse.Namespace) -> None:
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
     if not args.source:
-        if not (args.out / "tokenizer.model").is_file():
-            pieces = train_tokenizer(files, NANO.vocab_size)
-            with replacing(args.out, "tokenizer") as partial:
-                (partial / "tokenizer.model").write_bytes(pieces)
-        tokenizer = load_tokenizer(args.out)
+        home = args.out if (args.out / "tokenizer.model").is_file() else generate.NANO
+        tokenizer = load_tokenizer(home)
         initialise(model, args.seed)
     tokens = [text_ids(tokenizer, f, args.max_tokens, model.config.vocab_size, bos=True) for f in files]
     hay = Haystack(tokenizer, tokens, list(shares))
@@ -807,6 +780,8 @@ def run_train(args: argparse.Namespace) -> None:
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
     save_checkpoint(model, args.out, args.source)
+    if not args.source and home != args.out:
+        shutil.copy(home / "tokenizer.model", args.out)
     print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
@@ -848,18 +823,6 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
 
 
-def elite_artifact(model: Llama) -> dict[str, Tensor]:
-    """What gives a model's EliteAttention layers again, matrices in bf16: orders, r, d_ckv, A, B."""
-    attentions = [layer.attention for layer in model.layers]
-    _, _, d_ckv = attentions[0].widths
-    order = torch.stack([attention.order for attention in attentions])
-    tensors = {"elite": order, "r": torch.tensor(attentions[0].r), "d_ckv": torch.tensor(d_ckv)}
-    for i, attention in enumerate(attentions):
-        a, b = attention.wqkv.weight[-d_ckv:].T, attention.up.weight.T
-        tensors |= {f"{i}.A": a.bfloat16(), f"{i}.B": b.bfloat16()}
-    return tensors
-
-
 def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
     """The inverse of fold_elitekv, without biases: W_k and W_v expanded from A B, dims as they were."""
     c, r = elite.config, elite.r
@@ -879,7 +842,7 @@ def dense_attention(elite: compress.EliteAttention) -> model_file.Attention:
 def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> None:
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
     source: what the model, in EliteKV's form, was uptrained from; it becomes dense. Other files are copied,
-    and the artifact has the elite pairs, A and B: EliteKV alone can run the checkpoint."""
+    and the artifact has the elite pairs: EliteKV alone can run the checkpoint."""
     config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
         if source:
@@ -887,7 +850,9 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
                 if file.suffix in (".json", ".model", ".txt", ".jinja") and ".index." not in file.name:
                     shutil.copy(file, partial)
             config = model_file.read_json(partial / "config.json") | {"elitekv": True}
-            artifact = elite_artifact(model)
+            elite = [layer.attention for layer in model.layers]
+            sizes = {"r": torch.tensor(elite[0].r), "d_ckv": torch.tensor(elite[0].up.in_features)}
+            artifact = sizes | {"elite": torch.stack([attention.order for attention in elite])}
             for layer in model.layers:
                 layer.attention = dense_attention(layer.attention)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -1214,7 +1179,7 @@ class Candidate:
         label = f"{text} weights={weights}" if weights else text
         return cls(label, method, options, Path(folder) if folder else None, weights)
 
-    def engine(self, args: argparse.Namespace, rows: int, capacity: int, watched=False, least=None) -> Engine:
+    def engine(self, args, rows: int, capacity: int, watched=False, least=None, temperature=0.0) -> Engine:
         """An engine over freshly loaded weights, since a method may change them; watched: by Watched.
         least: it has fewer rows, down to this, where the memory holds no more."""
         model, artifact = self.load(args, capacity), None
@@ -1228,7 +1193,7 @@ class Candidate:
         method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
         caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
         caches = [Watched(cache) for cache in caches] if watched else caches
-        return Engine(model, caches, context, Sampling(), graphed=context.device.type == "cuda")
+        return Engine(model, caches, context, Sampling(temperature), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
         """The model, of the candidate's own folder where it names one."""
@@ -1306,24 +1271,25 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
 
 
 @torch.inference_mode()
-def eval_perplexity(engine: Engine, tokens: Tensor, prefix: int, reference: Tensor | None, bar) -> tuple:
-    """Prefills `prefix` tokens a row, then teacher-forces the rest through the cache, token by token.
-    tokens [B, prefix + n] -> each row's mean loss over the n tokens and mean KL of `reference` [n, B, V] to
-    this cache's log-probabilities (0 without), both in nats, and these (fp16, on the CPU)."""
-    tokens = tokens.to(engine.context.device)
-    engine.prefill(tokens[:, :prefix].tolist())
-    loss, kl, kept = *torch.zeros(2, len(tokens), dtype=torch.float64), []
-    for i in range(prefix, tokens.shape[1]):
-        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        loss -= log_p.gather(1, tokens[:, i : i + 1])[:, 0].cpu()
-        if reference is not None:
-            dense = reference[i - prefix].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-            kl += (dense.exp() * (dense - log_p)).sum(-1).cpu()
-        kept.append(log_p.half().cpu())
-        engine.tokens.copy_(tokens[:, i])
+def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Tensor | None, bar) -> tuple:
+    """Reads a prompt a row, then teacher-forces tokens [B, n] through the cache, one by one.
+    reference [n, B, V]: dense's log-probabilities, None where the cache is dense's -> of each token the loss
+    and KL in nats, and whether its likeliest is dense's: [3, n, B] fp64; the reference (fp16, on the CPU)."""
+    figures, kept = [], []
+    engine.prefill(prompts)
+    for i, token in enumerate(tokens.T.to(engine.tokens)):
+        dense = log_p = engine.logits.float().log_softmax(-1)  # [B, V]
+        if reference is None:
+            kept.append(log_p.half().cpu())
+        else:
+            dense = reference[i].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
+        loss, kl = -log_p.gather(1, token[:, None])[:, 0], (dense.exp() * (dense - log_p)).sum(-1)
+        same = dense.gather(1, log_p.argmax(-1, True))[:, 0] == dense.amax(-1)  # in fp16 two may be equal
+        figures.append(torch.stack((loss, kl, same)).cpu())
+        engine.tokens.copy_(token)
         engine.step()
         bar.tick()
-    return loss / len(kept), (kl / len(kept)).clamp(min=0), torch.stack(kept)
+    return torch.stack(figures, 1).double(), torch.stack(kept) if reference is None else reference
 
 
 @torch.inference_mode()
@@ -1339,19 +1305,32 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
     return [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
 
 
-def perplexity_row(candidate: Candidate, args, texts: dict[str, Tensor], reference: dict, bar) -> dict:
-    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`."""
-    row, capacity, seen = {"errors": {}}, args.prefix + args.continuation, []
-    for name, tokens in texts.items():
-        engine = candidate.engine(args, len(tokens), capacity, watched=True)
-        loss, kl, log_p = eval_perplexity(engine, tokens, args.prefix, reference.get(name), bar)
-        reference.setdefault(name, log_p)
-        ppl = loss.mean().exp().item()  # inf beyond fp64's numbers
+def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], reference: dict, bar) -> dict:
+    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`. Of what
+    dense wrote the drift, and not what is attended: to watch takes as long again."""
+    row, seen = {"errors": {}}, []
+    for name, (prompts, tokens) in texts.items():
+        capacity = args.continuation + max(map(len, prompts))
+        engine = candidate.engine(args, len(prompts), capacity, watched=not args.generate)
+        figures, reference[name] = eval_perplexity(engine, prompts, tokens, reference.get(name), bar)
+        loss, kl, _ = figures.mean(1)  # of each row
+        ppl, kl = loss.mean().exp().item(), kl.clamp(min=0)  # inf beyond fp64's numbers
         row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
+        if args.generate:
+            row |= drift(figures)
+            continue
         watched = model_file.gathered([cache.result() for cache in engine.caches])
         seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+
+
+def drift(figures: Tensor) -> dict[str, float]:
+    """figures [3, n, B] of eval_perplexity -> the KL and the fraction of equal likeliest tokens in
+    each eighth of the n tokens, named by its end: "kl@N", "argmax@N"."""
+    n = figures.shape[1] // 8
+    _, kl, same = figures[:, : 8 * n].unflatten(1, (8, n)).mean((2, 3)).tolist()
+    return {f"{name}@{n * i}": x for name, of in (("kl", kl), ("argmax", same)) for i, x in enumerate(of, 1)}
 
 
 def standard_error(samples: Tensor) -> float:
@@ -1403,30 +1382,34 @@ def run_eval(args: argparse.Namespace) -> dict:
     """Perplexity and retrieval, token by token through the cache: a row a method, dense in the same run.
 
     A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint. Perplexity: a text
-    is prefilled, and its continuation is decoded and scored. Retrieval: facts lie in a long text, and a
-    question follows (after RULER). --equal_bytes and --equal_tokens choose the settings that compare fairly.
+    is prefilled, and what follows is decoded and scored (--generate: what dense writes). Retrieval: facts lie
+    in a long text, then comes a question (after RULER). --equal_bytes, --equal_tokens: fair settings.
 
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
     table = None if ranks()[0] else args.csv  # rank 0 writes it
-    if not args.samples and not args.perplexity_rows:
-        raise UserError("nothing to evaluate: give --samples or --perplexity_rows")
+    if not args.perplexity_rows and (args.generate or not args.samples):
+        raise UserError("nothing to evaluate: give --samples, or --perplexity_rows (with --generate, too)")
+    args.continuation = args.generate or args.continuation
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     config = ModelConfig.from_folder(args.checkpoint)
     # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
-    if args.weights or candidates[0].method != "dense" and not config.elitekv:
+    if args.weights or candidates[0].label != "dense" and not config.elitekv:
         candidates.insert(0, Candidate.parse("elitekv" if config.elitekv else "dense"))
     tokenizer = load_tokenizer(args.checkpoint)
     texts, hay = eval_texts(args, tokenizer, config.vocab_size)
 
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    capacities |= {args.prefix + args.continuation: max(map(len, texts.values()))} if texts else {}
+    for prompts, _ in texts.values():
+        capacities[args.continuation + max(map(len, prompts))] = len(prompts)
     check_candidates(candidates, args, capacities)
+    if args.generate:
+        texts["written"] = prompts, written(candidates[0], args, prompts)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
-    prompts = len(args.lengths) * len(args.tasks) * args.samples
+    asked = len(args.lengths) * len(args.tasks) * args.samples
     results, reference = [], {}
-    with Progress("eval", len(candidates) * (len(texts) * args.continuation + prompts)) as bar:
+    with Progress("eval", len(candidates) * (len(texts) * args.continuation + asked)) as bar:
         for candidate in candidates:
             try:
                 row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
@@ -1456,16 +1439,33 @@ def run_eval(args: argparse.Namespace) -> dict:
     return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
 
 
-def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, Tensor], Haystack]:
-    """The windows of each text whose perplexity is measured, by its name; and the text to hide facts in."""
+def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, tuple], Haystack]:
+    """Prompts of each text whose perplexity is measured, and tokens [B, n] that follow, by its name; and the
+    text to hide facts in. With --generate what is to be "written" after all prompts, and after a chat's."""
     files = {"python": text_files(STDLIB, held=True)}
     for path in args.text or []:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
-    length, rows = args.prefix + args.continuation, args.perplexity_rows
-    texts = {name: windows(tokenizer, f, length, rows, vocabulary) for name, f in files.items() if rows}
+    length, rows, texts = args.prefix + args.continuation, args.perplexity_rows, {}
+    for name, some in files.items() if rows else ():
+        window = windows(tokenizer, some, length, rows, vocabulary)
+        texts[name] = window[:, : args.prefix].tolist(), window[:, args.prefix :]
+    if args.generate:
+        prompts = [ids for prompts, _ in texts.values() for ids in prompts]
+        if tokenizer.chat_template:
+            asks = [f"Explain this text at length:\n{tokenizer.decode(ids)}" for ids in prompts[-rows:]]
+            prompts += [generate.encode_chat(tokenizer, [{"role": "user", "content": ask}]) for ask in asks]
+        texts = {"written": (prompts, None)}
     return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
+
+
+def written(candidate: Candidate, args: argparse.Namespace, prompts: list[list[int]]) -> Tensor:
+    """What the candidate writes after each prompt at temperature 0.7, by seed 0: tokens [B, --generate]."""
+    engine = candidate.engine(args, len(prompts), args.generate + max(map(len, prompts)), temperature=0.7)
+    torch.manual_seed(0)
+    engine.prefill(prompts)
+    return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids)
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
@@ -1542,6 +1542,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
+    p.option("--generate", whole(8), 0, "instead, tokens that dense writes, after chats, too", metavar="N")
     p.option("--tasks", str, KINDS, "retrieval tasks; uuid: a text of UUIDs alone", nargs="+", choices=TASKS)
     p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
     p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
@@ -1552,8 +1553,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = command(commands, run_train, generate.add_device_option)
     p.option("--out", writable_folder, None, "folder for config.json and model.safetensors", required=True)
     p.option("--from", Path, None, "uptrain this calibrated checkpoint", dest="source", metavar="FOLDER")
-    about = "with --from: EliteKV's settings (default elitekv)"
-    p.option("--method", str, None, about, metavar="elitekv[:SETTING=VALUE,...]")
+    p.option("--method", str, None, "with --from: its settings", metavar="elitekv[:SETTING=VALUE,...]")
     about = "folders or files of text, and how much of the plain text to draw from each (default 1)"
     p.option("--text", text_share, None, about, nargs="+", required=True, metavar="PATH[:SHARE]")
     p.option("--stages", str, NANO_STAGES, "one after another", nargs="+", metavar="BATCHxLENGTHxSTEPS")

@@ -1216,7 +1216,7 @@ def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> 
 
 
 def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int):
-    """Layer i as EliteAttention. Uptrained factors A, B come from the artifact, others from the weights."""
+    """Layer i as EliteAttention. Uptrained weights are of rank d_ckv: they give their factors again."""
     (r, d_ckv), d, heads = elite_sizes(c, settings, artifact), c.head_dim, c.n_kv_heads
     wqkv, root = attention.wqkv, artifact.get(f"{i}.root")  # only of uptraining
     uniform = uniform_order(d // 2, r).expand(heads, -1)  # [Hkv, D/2]
@@ -1228,10 +1228,7 @@ def fold_elitekv(attention: Attention, c: ModelConfig, settings: EliteSettings, 
     q, k, v = in_order(q, dims), in_order(k, dims)[:, 0], v.unflatten(0, (heads, -1))
     elite, rest = k.split((2 * r, d - 2 * r), 1)
     elite = elite[: len(order)]  # uptrained with one elite key for all heads: all have the same
-    if f"{i}.A" in artifact and (r, d_ckv, settings.lrd) == (artifact["r"], artifact["d_ckv"], "joint"):
-        a, b = (artifact[f"{i}.{name}"].to(order.device) for name in "AB")
-    else:
-        a, b = low_rank(*(x[..., : c.dim].permute(2, 0, 1) for x in (rest, v)), d_ckv, settings.lrd, root)
+    a, b = low_rank(*(x[..., : c.dim].permute(2, 0, 1) for x in (rest, v)), d_ckv, settings.lrd, root)
     stacked, up = torch.cat((q.flatten(0, 2), elite.flatten(0, 1).to(q))), b.flatten(1).T.to(q)
     bias = up_bias = None
     if wqkv.bias is not None:  # A x has none: what it would add comes with the biases of `up`
@@ -1277,13 +1274,11 @@ class EliteCache(Cache):
 
 
 def elite_tensors(c: ModelConfig) -> Stored:
-    # An uptrained checkpoint's pairs are fixed, and its factors are not made from the weights.
     order, sizes = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2), {"r": (int,), "d_ckv": (int,)}
     if not c.elitekv:
         return sizes | {"elite": order, "contribution": order}
-    factors = {f"{i}.A": (float, c.dim, None) for i in range(c.n_layers)}
-    order = (int, c.n_layers, None, c.head_dim // 2)  # one a head, or one where the heads share an elite key
-    return sizes | {"elite": order} | factors | {f"{i}.B": (float, None, None) for i in range(c.n_layers)}
+    # An uptrained checkpoint's pairs are fixed: one order a head, or one where the heads share an elite key.
+    return sizes | {"elite": (int, c.n_layers, None, c.head_dim // 2)}
 
 
 def elite_local(artifact: Artifact, model: Llama) -> None:

@@ -44,7 +44,7 @@ from compress import (
     within,
 )
 from kernels import as_fp16, gather_rows, pack, unpack
-from model import Llama, UserError, causal_attention
+from model import Llama, UserError, apply_rope, causal_attention
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
 
@@ -440,8 +440,20 @@ class DoubleSparseCache(ProxyCache):
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
-    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3)."""
-    importance = moments()["post"].product
+    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3): the mean of
+    |q_c k_c|, q and k of the same token, summed over the group."""
+    from calibrate import observe, tracked  # only now: it imports generate
+
+    c, sums = model.config, [0.0] * model.config.n_layers
+
+    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        q, k = (apply_rope(x, cos, sin).double().abs() for x in (q, k))
+        sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))  # [Hkv, D]
+
+    with torch.inference_mode():
+        for window in tracked("fit", tokens):
+            observe(model, window[None], see)
+    importance = torch.stack(sums).cpu() / tokens.numel()
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 

@@ -285,8 +285,8 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
     """What a table shows: title, labels of both axes, a line's label, and a point of it, x and y.
 
     An evaluation: retrieval as a part of dense's, and KL, against bytes/token and read/step, a line a method.
-    `speed`: a panel a method, its attention and PyTorch's. Losses of training: a line a run. Ranks: as they
-    are."""
+    With --generate KL and equal likeliest tokens against the place in what dense wrote. `speed`: a panel a
+    method, its attention and PyTorch's. Losses of training: a line a run. Ranks: as they are."""
     if "loss" in rows[0]:
         for row in rows:
             yield "", "tokens", "training loss", row.get("run", name), row["tokens"], row["loss"]
@@ -298,6 +298,10 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
             if row.get("operation", "attention") == "attention":
                 line = f"{row['model']}, batch {row['batch']}{more}"
                 yield row["method"], "tokens a row", "us a layer", line, row["length"], row[kind]
+    elif drift := [column for column in rows[0] if "@" in column]:
+        labels = {"kl": "KL to dense, nats", "argmax": "fraction of likeliest tokens that are dense's"}
+        for row, (name, end) in itertools.product(rows[1:], (column.split("@") for column in drift)):
+            yield "", "tokens that dense wrote", labels[name], row["method"], end, row[f"{name}@{end}"]
     else:
         dense = {row["method"]: row for row in rows}["dense"]
         tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
@@ -345,7 +349,8 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
     panels, styles, shown = {}, {}, {}
     for *panel, line, x, y in points(rows, name):
         panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
-        form = ("os^vDP*X"[len(styles) // 10 % 8], "") if panel[1] in COSTS else (".", "-")
+        many = len(styles) // 10 % 8  # there are ten colours
+        form = ("os^vDP*X"[many], "") if panel[1] in COSTS else (".", ("-", "--")[many % 2])
         styles.setdefault(line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]})
     columns = 2 if len(panels) == 4 else min(4, len(panels))
     lines = -(-len(panels) // columns)

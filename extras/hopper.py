@@ -537,7 +537,7 @@ def _attend_shared(
     """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would pile up."""
     (B, Hq, D), (k, key_pairs), (codes, pairs), z = q.shape, keys, values, window[0].shape[1]
     (k_tokens, width), (Hkv, S) = k.shape[2:], codes.shape[1:3]
-    stores = k.view(torch.int32), key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
+    stores = k, key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
     out, parts = kernels.split_outputs(q, splits, D)
@@ -550,7 +550,7 @@ def _attend_shared(
 
     _shared_keys_kernel[splits, Hkv, B](
         *map(block, stores), q, *window, pos, *parts, k_tokens, S, z, scale * kernels.LOG2E, Hq // Hkv,
-        width * 8 // D, bits, stages, num_warps=1,
+        width * 32 // D, bits, stages, num_warps=1,
     )  # fmt: skip
     return kernels.merge_splits(out, parts)
 

@@ -1124,6 +1124,8 @@ def test_tables_become_lines_of_points():
     losses = lines("run,tokens,loss\na,64,4\nb,64,3\na,128,2")
     assert losses["", "tokens", "training loss", "a"] == [(64, 4), (128, 2)] and len(losses) == 2
     assert len(lines("layer,pre,post\n0,1,2\n1,2,4")) == 2
+    drift = lines("method,kl written,kl@8,kl@16,argmax@8,argmax@16\ndense,0,0,0,1,1\nh2o,2,1,3,.9,.7")
+    assert [*drift.values()] == [[(8, 1), (16, 3)], [(8, 0.9), (16, 0.7)]]  # not dense's, which are constant
 
 
 @pytest.mark.parametrize(
