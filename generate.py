@@ -212,6 +212,20 @@ class Engine:
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
         self.tokens.copy_(self.tokens.where(fed, pending))
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        """Views of all that a row of n tokens is: its part of every cache, its place, what comes next."""
+        parts = {"pos": self.pos[row], "next": self.tokens[row], "logits": self.logits[row]}
+        for i, cache in enumerate(self.caches):
+            parts |= {f"{i}.{name}": x for name, x in cache.used(row, n).items()}
+        return parts
+
+    def put(self, row: int, n: int, parts: dict[str, Tensor]) -> None:
+        """Makes a row one of n tokens, of the parts that `used` gave of another."""
+        for cache in self.caches:
+            cache.clear(row)
+        for name, x in self.used(row, n).items():
+            x[None][torch.zeros(1, dtype=torch.int64)] = parts[name].to(x.device)  # as `copied` has it
+
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
@@ -219,51 +233,85 @@ class Engine:
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
 
 
+def copied(x: Tensor) -> Tensor:
+    """A copy of a view, by an index: kernels make it, which reach host memory as if it were the GPU's."""
+    return x[None][torch.zeros(1, dtype=torch.int64)][0]
+
+
 @dataclass
 class Output:
     """What was generated in each row, and the seconds it took."""
 
     token_ids: list[list[int]]
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)  # that were read
     prefill_s: float = 0.0
-    first_token_s: float = 0.0
+    first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
     steps: int = 0
-    answers: list[str] = field(default_factory=list)  # one for each --ask
-    asked: int = 0  # tokens of all --ask
-    stop_token: int | None = None  # of the last row that stopped
+    stopped: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # row -> its stop token, no part of the output
+    llm: "LLM | None" = field(default=None, repr=False)
+
+    @property
+    def report(self) -> dict:
+        """The run in figures (LLM.report)."""
+        return self.llm.report(self)
+
+    def then(self, more: "Output") -> "Output":
+        """This one and what follows it in the same rows, as one."""
+        columns = zip(self.token_ids, more.token_ids, self.text, more.text, strict=True)
+        ids, text = zip(*((a + b, c + d) for a, b, c, d in columns), strict=True)
+        return Output(
+            [*ids],
+            [*text],
+            [a + b for a, b in zip(self.prompt_tokens, more.prompt_tokens, strict=True)],
+            self.prefill_s,
+            self.first_token_s or self.prefill_s + more.first_token_s,
+            self.decode_s + more.decode_s,
+            self.steps + more.steps,
+            llm=self.llm,
+        )
 
 
-def decode_rows(
-    engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None, stride: int = 1
-) -> Output:
-    """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
+def decode_tokens(
+    engine: Engine, output: Output, max_new_tokens: int, stops: Callable[[list[int]], bool], stride: int = 1
+) -> Iterator[tuple[int, int]]:
+    """Generates until every row has stopped or has max_new_tokens; yields (row, token) of each token that is
+    part of the output, and fills that.
 
-    stops(ids) sees all ids that the row has made; emit(row, token) is called for each token.
-    stride: steps between two looks at the tokens: more than 1 spares the device the wait for the host, but
-    leaves tokens after the stop in the cache."""
-    rows = engine.context.batch_size
-    output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    started, made = clock(engine.context.device), 0
-    while made < max_new_tokens and not all(stopped):
+    stops(ids) sees all ids that the row has made. stride: steps between two looks at the tokens: more than 1
+    spares the device the wait for the host, but leaves tokens after the stop in the cache."""
+    rows, stopped = range(engine.context.batch_size), output.stopped
+    started, made, first_token_s = clock(engine.context.device), 0, 0.0
+    while made < max_new_tokens and len(stopped) < len(rows):
         block = []
         for _ in range(min(stride, max_new_tokens - made)):
             block.append(engine.tokens.clone())
             made += 1
             if made < max_new_tokens:
                 engine.step()
-        for tokens in torch.stack(block).tolist():
-            for row in (row for row in range(rows) if not stopped[row]):
+        tokens_of_block = torch.stack(block).tolist()
+        first_token_s = first_token_s or time.time() - started
+        for tokens in tokens_of_block:
+            for row in (row for row in rows if row not in stopped):
                 ids = output.token_ids[row]
                 ids.append(tokens[row])
-                stopped[row] = stops(ids)
-                if stopped[row]:
-                    output.stop_token = ids.pop()
-                elif emit:
-                    emit(row, tokens[row])
-        if made <= stride:
-            output.first_token_s = time.time() - started
+                if stops(ids):
+                    stopped[row] = [ids.pop()]
+                else:
+                    yield row, tokens[row]
+    output.first_token_s += first_token_s
     output.decode_s, output.steps = time.time() - started, made - 1
     engine.check_logits()
+
+
+def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable, stride: int = 1) -> Output:
+    """All of decode_tokens at once."""
+    output = Output([[] for _ in range(engine.context.batch_size)])
+    for _ in decode_tokens(engine, output, max_new_tokens, stops, stride):
+        pass
     return output
 
 
@@ -287,16 +335,19 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def encode_chat(tokenizer, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
+def is_chat(prompt: str | list) -> bool:
+    return bool(prompt) and isinstance(prompt[0], dict)
+
+
+def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt for the next answer, by the model's own template. What a message says never
     becomes a control token.
 
-    chat: dicts with role and content, user and assistant in turn, user last. Raises UserError where there is
-    no template."""
+    chat: dicts with role and content: maybe system first, user and assistant in turn, user last. Raises
+    UserError where there is no template."""
     special, template = tokenizer.special_tokens, tokenizer.chat_template
     if not template:
         raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
-    chat = ([{"role": "system", "content": system}] if system else []) + chat
     # A mark in each control token's name that a message holds: no name is found there, all else stays.
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     said = "".join([template, *special, *(message["content"] for message in chat)])
@@ -381,28 +432,6 @@ def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int,
             raise UserError(f"not enough memory: {size}; {fits}")
 
 
-def build_engine(
-    source: Path | ModelConfig, model: Llama, method: str, options: dict, rows: int, capacity: int,
-    sampling: Sampling, compiled: bool | None = None, kernel: bool | None = None, prefill_chunk=None
-) -> Engine:  # fmt: skip
-    """An engine for a model of `load`, whose weights it may change. compiled, kernel: None for where they
-    pay, on CUDA. Raises UserError where options, artifact, model and memory do not fit one another, before
-    anything is built."""
-    settings, artifact = settings_from(method, options), artifact_for(source, method, model)
-    check_memory(model, method, settings, artifact, rows, capacity)
-    context = Context(model, rows, capacity, kernel)
-    caches = method_named(method).build(model, settings, context, artifact)
-    if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
-        print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
-    graphed = context.device.type == "cuda"
-    try:
-        compiled = graphed if compiled is None else compiled
-        return Engine(model, caches, context, sampling, compiled, graphed, prefill_chunk)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        cause = str(error).split("\n")[0]
-        raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
-
-
 # --------------------------------------------------------------------------------- from prompts to a report
 
 
@@ -425,35 +454,6 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
         raise UserError(f"prompt and new tokens need {longest} positions, not {capacity}; raise --context")
     check_capacity(capacity or longest, config, *["--context"] * bool(capacity))
     return capacity or longest
-
-
-def run_prompts(
-    engine: Engine, tokenizer, prompts: list[list[int]], asks: list[str], max_new_tokens: int,
-    ignore_eos: bool = False, seed: int = 0, emit: Callable | None = None
-) -> Output:  # fmt: skip
-    """Reads the prompts, then generates: once, or a line after each of `asks`. emit: as in decode_rows."""
-    torch.manual_seed(seed)
-    device, output = engine.context.device, Output([[] for _ in prompts])
-    stop_ids = set() if ignore_eos or tokenizer is None else tokenizer.stop_ids
-
-    def stops(ids: list[int]) -> bool:
-        return ids[-1] in stop_ids or bool(asks) and "\n" in tokenizer.decode(ids[-1:])
-
-    started = clock(device)
-    engine.prefill(prompts)
-    output.prefill_s = clock(device) - started
-    for question in [tokenizer.encode_continuation("\n" + ask) for ask in asks] or [[]]:
-        if question:
-            engine.feed([question])
-        read_s = clock(device) - started
-        stride = 16 if device.type == "cuda" and not asks else 1
-        answer = decode_rows(engine, max_new_tokens, stops, emit, stride)
-        output.first_token_s = output.first_token_s or read_s + answer.first_token_s
-        output.token_ids = [a + b for a, b in zip(output.token_ids, answer.token_ids, strict=True)]
-        output.decode_s, output.steps = output.decode_s + answer.decode_s, output.steps + answer.steps
-        output.answers.append(tokenizer.decode(answer.token_ids[0]).strip() if question else "")
-        output.asked += len(question)
-    return output
 
 
 def peak_memory(device: torch.device) -> int:
@@ -484,45 +484,291 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
 
 
-def report(engine: Engine, tokenizer, prompts: list[list[int]], output: Output) -> dict:
-    """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
-    context, model, caches = engine.context, engine.model, engine.caches
-    rows = list(zip(prompts, output.token_ids, strict=True))
-    lengths = [len(p) + output.asked + len(t) for p, t in rows]
-    table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
-    per_step = output.decode_s / max(1, output.steps)
-    rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
-    local = {
-        "cache_bytes_measured": sum(cache.measured() for cache in caches),
-        "cache_bytes_formula": sum(cache.formula() for cache in caches),
-        "cache_bytes_dense": dense_bytes(context) * len(caches),
-        "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
-        "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
-        "weights_bytes": weights,
-        "peak_memory_bytes": peak_memory(context.device),
-    }
-    by_rank = gathered(local)
-    read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
-    movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
-    return {
-        "device": device_name(context.device),
-        "dtype": str(context.dtype).removeprefix("torch."),
-        "prompt_tokens": [len(p) + output.asked for p in prompts],
-        "new_tokens": [len(t) for t in output.token_ids],
-        "token_ids": output.token_ids,
-        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
-        "prefill_s": round(output.prefill_s, 4),
-        "first_token_s": round(output.first_token_s, 4),
-        "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
-        **{name: sum(each[name] for each in by_rank) for name in local},
-        "ranks": by_rank,
-        "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
-        "cache_tokens": context.batch_size * context.capacity,
-        "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
-        "bandwidth_share": round(read / movable, 4) if movable else None,
-        "capture_s": round(engine.capture_s, 3),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+class LLM:
+    """A model and a cache: prompts in, text out. The command line is a thin user of it.
+
+    source: a Hugging Face folder, None for the embedded model, or a ModelConfig, whose weights are random.
+    batch_size: rows (None: as many as there are prompts). context: tokens a row can hold (None: 4096, or what
+    the first prompts need). settings: the method's. All else, and what raises UserError, is the command
+    line's. A prompt is a text, token ids, or the messages of a chat, dicts with role and content."""
+
+    def __init__(
+        self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
+        context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
+        temperature=0.0, top_k=0, top_p=1.0, compiled=None, kernel=None, prefill_chunk=None, **settings
+    ):  # fmt: skip
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
+        self.method, self.options, self.seed, self.weights = method, settings, seed, weights
+        self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
+        self.settings, self.engine = settings_from(method, settings), None  # `open` builds the engine
+        self.batch_size, self.context, self.compiled, self.kernel = batch_size, context, compiled, kernel
+        self.how = Sampling(temperature, top_k, top_p), prefill_chunk
+        self.history: list[dict[str, str]] = []  # messages of `say`
+
+    def open(self, rows: int, need: int = 0) -> "LLM":
+        """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
+        where no context was given. UserError where settings, artifact, model and memory do not fit one
+        another, before anything is built."""
+        model, c, method, settings = self.model, self.model.config, self.method, self.settings
+        capacity = self.context or max(need, min(4096, c.max_positions, c.sliding_window or 4096))
+        check_capacity(capacity, c, "--context")
+        artifact = artifact_for(self.source, method, model)
+        check_memory(model, method, settings, artifact, rows, capacity)
+        context, (sampling, prefill_chunk) = Context(model, rows, capacity, self.kernel), self.how
+        caches = method_named(method).build(model, settings, context, artifact)
+        if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
+            print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
+        graphed = context.device.type == "cuda"
+        compiled = graphed if self.compiled is None else self.compiled
+        try:
+            self.engine = Engine(model, caches, context, sampling, compiled, graphed, prefill_chunk)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = str(error).split("\n")[0]
+            raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
+        self.told = [
+            [] for _ in range(rows)
+        ]  # ids that each row was given and made; it holds the first `pos`
+        torch.manual_seed(self.seed)
+        return self
+
+    # ---- prompts in
+
+    def encode(self, prompt: str | list, after: list[int] = ()) -> list[int]:
+        """Token ids of a prompt, with those that it follows."""
+        if isinstance(prompt, str):
+            return [*after, *(self.tokenizer.encode_continuation if after else self.tokenizer.encode)(prompt)]
+        return encode_chat(self.tokenizer, prompt) if is_chat(prompt) else [*after, *prompt]
+
+    def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
+        """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
+        holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
+        max_new_tokens, do not fit."""
+        ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
+        capacity = self.engine.context.capacity if self.engine else self.context
+        need = check_lengths(ids, max_new_tokens, capacity, self.model.config)
+        if not self.engine:
+            self.open(self.batch_size or len(ids), need)
+        engine, started = self.engine, clock(self.engine.context.device)
+        idle = [[]] * (len(self.told) - len(ids))
+        rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
+        counts = [len(new) - len(old) * follow for new, old, _ in rows]
+        if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
+            if any(more := [new[n:] for new, _, n in rows]):
+                engine.feed(more + idle)
+            self.told[: len(ids)] = ids
+        else:
+            engine.prefill(ids + idle)
+            self.told = ids + idle
+        return self.begun(counts + [0] * len(idle), started)
+
+    def begun(self, prompt_tokens: list[int], started: float) -> Output:
+        """The output of rows that were read, and have made nothing yet."""
+        rows, took = len(self.told), clock(self.engine.context.device) - started
+        self.output = Output([[] for _ in range(rows)], [""] * rows, prompt_tokens, took, llm=self)
+        return self.output
+
+    # ---- text out
+
+    def tokens(
+        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False, stride=1
+    ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        """Reads a prompt a row, then yields (row, token) as they are made; at the end `output` has them all.
+        line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in decode_tokens."""
+        rows = len(self.told) if self.engine else self.batch_size or len(prompts)
+        if len(prompts) != rows:
+            raise UserError(
+                f"{len(prompts)} prompts for {rows} rows; give one for each, or another batch_size"
+            )
+        output, decode = self.read(prompts, max_new_tokens, follow), self.tokenizer and self.tokenizer.decode
+        stop_ids = self.tokenizer.stop_ids if decode and not ignore_eos else set()
+
+        def stops(ids: list[int]) -> bool:
+            return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
+
+        yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
+        for row, (prompt, ids) in enumerate(zip(prompts, output.token_ids, strict=True)):
+            output.text[row] = decode(ids, self.before(prompt, row)) if decode else ""
+            self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
+
+    def before(self, prompt: str | list, row: int) -> list[int]:
+        """The ids after which a row's text goes on: none where it is a chat's next message."""
+        return [] if is_chat(prompt) else self.told[row]
+
+    def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
+        """Text after each prompt, one a row. how: as in `tokens`."""
+        fast = self.model.norm.weight.is_cuda and not how.get("line")
+        how = {"stride": 16 if fast else 1} | how
+        for _ in self.tokens([prompts] if isinstance(prompts, str) else prompts, max_new_tokens, **how):
+            pass
+        return self.output
+
+    def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
+        """The text after one prompt, piece by piece as its tokens are made."""
+        made, pieces = self.tokens([prompt], max_new_tokens, **how), None
+        for _, token in made:
+            pieces = pieces or StreamDecoder(self.tokenizer, self.before(prompt, 0))
+            yield pieces.push(token)
+        if pieces:
+            yield pieces.flush()
+
+    def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
+        """The next message of a chat, by the model's own template."""
+        return self.generate([messages], max_new_tokens, **how)
+
+    def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
+        """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
+        the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
+        if not self.engine:
+            self.open(1)
+        history, told = self.history, self.told[0]
+        history.append({"role": "user", "content": line})
+        first = sum(message["role"] == "system" for message in history)
+
+        def prompt() -> list:
+            texts = ("\n" * (message["role"] == "user") + message["content"] for message in history)
+            return history if chat else "".join(texts).removeprefix("\n")
+
+        asked = self.encode("\n" + line, told) if told and not chat else prompt()
+        while (
+            len(self.encode(asked)) + max_new_tokens > self.engine.context.capacity and history[first + 1 :]
+        ):
+            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
+            del history[first : first + 2]
+            asked = prompt()
+        yield from self.stream(asked, max_new_tokens)
+        history.append({"role": "assistant", "content": self.output.text[0]})
+
+    def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
+        """A line's answer to each question about what row 0 holds: one after another in it; or, if there are
+        more rows, all at once, each in a copy of it."""
+        rows, output, answers = len(self.told), self.output, []
+        groups = [[question] for question in questions]
+        if rows > 1:
+            self.fork(0, rows)
+            output.prompt_tokens = output.prompt_tokens[:1] * rows
+            groups = [[questions[i % len(questions)] for i in range(rows)]]
+        for group in groups:
+            group = [f"\n{question}" for question in group]
+            made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
+            output, answers = output.then(made), answers + [text.strip() for text in made.text]
+        return output, answers[: len(questions)]
+
+    # ---- what the rows hold
+
+    def fork(self, row: int, n: int) -> None:
+        """Makes the first n rows copies of one."""
+        length = int(self.engine.pos[row])
+        parts = self.engine.used(row, length)
+        for other in {*range(n)} - {row}:
+            self.engine.put(other, length, parts)
+            self.told[other] = self.told[row]
+
+    def held(self) -> dict[str, float]:
+        """Of all rows: tokens held; their bytes in all memory, of all ranks; these as a share of dense's."""
+        lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
+        parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths))
+        size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
+        dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.capacity)
+        return {"tokens": tokens, "bytes": sum(gathered(size)), "share": size / max(1, dense)}
+
+    def identity(self) -> dict[str, str]:
+        """What a saved cache must agree on with this one. UserError for several processes."""
+        if ranks()[1] > 1:
+            raise UserError("a cache is saved and loaded by one process; leave out torchrun")
+        fitted = not isinstance(self.source, ModelConfig) and method_named(self.method).artifact
+        path = fitted and compress.artifact_path(self.source, fitted)
+        return compress.model_identity(self.model) | {
+            "method": self.method,
+            "settings": json.dumps(dataclasses.asdict(self.settings)),
+            "weights": f"{self.model.norm.weight.dtype} {self.weights or ''}",
+            "artifact": model_file.fingerprint([path]) if path else "",
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be."""
+        rows = [(row, n) for row, n in enumerate(self.engine.pos.tolist()) if n]
+        parts = [self.engine.used(*row) | {"ids": torch.tensor(self.told[row[0]])} for row in rows]
+        tensors = {f"{i}.{name}": copied(x).cpu() for i, part in enumerate(parts) for name, x in part.items()}
+        facts = {"lengths": [n for _, n in rows], "context": self.engine.context.capacity}
+        facts = {name: json.dumps(fact) for name, fact in (facts | {"history": self.history}).items()}
+        compress.save_artifact(tensors, Path(path), self.identity() | facts)
+
+    def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:
+        """Makes the rows those of a file of `save`, in turn, with room for max_new_tokens more. UserError
+        where the file is of another model, method or settings, or its rows do not fit."""
+        started, remedy = time.time(), "load it with the options that saved it, or save it again"
+        facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
+        lengths, context, history = (json.loads(facts[name]) for name in ("lengths", "context", "history"))
+        if not self.engine:
+            self.context = self.context or max(context, max(lengths) + max_new_tokens)
+            self.open(self.batch_size or len(lengths))
+        rows, capacity = len(self.told), self.engine.context.capacity
+        for what, saved, here in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
+            if saved > here:
+                raise UserError(f"{path} needs a --{what} of {saved}, not {here}; raise --{what}")
+        saved = [{} for _ in lengths]
+        for name, x in tensors.items():
+            row, _, part = name.partition(".")
+            saved[int(row)][part] = x
+        for parts, n in zip(saved, lengths, strict=True):
+            here = self.engine.used(0, n)
+            if any(name not in parts or parts[name].shape != x.shape for name, x in here.items()):
+                fault = f"saved with --context {context}, for which the budget is not that of {capacity}"
+                raise UserError(f"{path}: {fault}; give --context {context}")
+        for row in range(rows):
+            parts = saved[row % len(saved)]
+            self.engine.put(row, lengths[row % len(saved)], parts)
+            self.told[row] = parts["ids"].tolist()
+        self.history = history
+        return self.begun([*map(len, self.told)], started)
+
+    def report(self, output: Output) -> dict:
+        """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
+        context, model, caches = self.engine.context, self.model, self.engine.caches
+        made = zip(output.prompt_tokens, output.token_ids, strict=True)
+        lengths, dtype = [n + len(ids) for n, ids in made], str(context.dtype).removeprefix("torch.")
+        table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
+        per_step = output.decode_s / max(1, output.steps)
+        rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
+        local = {
+            "cache_bytes_measured": sum(cache.measured() for cache in caches),
+            "cache_bytes_formula": sum(cache.formula() for cache in caches),
+            "cache_bytes_dense": dense_bytes(context) * len(caches),
+            "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
+            "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
+            "weights_bytes": weights,
+            "peak_memory_bytes": peak_memory(context.device),
+        }
+        by_rank = gathered(local)
+        read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
+        movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
+        shapes = (name for name, shape in model_file.SHAPES.items() if shape is self.source)
+        return {
+            "method": self.method,
+            "variant": self.options.get("variant", "ours"),
+            "settings": dataclasses.asdict(self.settings),
+            "model": next(shapes, str(self.source)),
+            "seed": self.seed,
+            "device": device_name(context.device),
+            "dtype": dtype,
+            "prompt_tokens": output.prompt_tokens,
+            "new_tokens": [len(ids) for ids in output.token_ids],
+            "token_ids": output.token_ids,
+            "text": output.text,
+            "prefill_s": round(output.prefill_s, 4),
+            "first_token_s": round(output.first_token_s, 4),
+            "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
+            **{name: sum(each[name] for each in by_rank) for name in local},
+            "ranks": by_rank,
+            "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
+            "cache_tokens": context.batch_size * context.capacity,
+            "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
+            "bandwidth_share": round(read / movable, 4) if movable else None,
+            "capture_s": round(self.engine.capture_s, 3),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "weights": self.weights or dtype,
+        }
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -619,7 +865,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
     parser.option("--ask", str, None, "a question after it, answered in a line; repeat it", action="append")
-    parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
+    parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
+    parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
     parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
@@ -647,6 +895,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
+        (
+            args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK),
+            "--save_cache: no folder to write into; give another FILE",
+        ),
+        (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
         (args.chat and (args.ask or not one), "--chat needs a --prompt or --interactive, and takes no --ask"),
         (args.system and not args.chat, "--system needs --chat"),
     ):
@@ -671,9 +924,11 @@ def first_reads(read: Callable[[], str]) -> str:
     return gathered(None if ranks()[0] else read())[0]
 
 
-def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], int, list[str]]:
-    """Token ids of the prompts, the rows that they fill in turn, and the questions to ask after them."""
+def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
+    """Token ids of the prompts, one a row, and the questions to ask after them."""
     texts, asks, prompts = args.prompt or [], args.ask or [], []
+    if args.load_cache:
+        return [], asks
     if not texts:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
@@ -692,63 +947,68 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
         if not 0 < len(text) <= LONGEST_PROMPT:
             fault = "is longer than any model reads" if text else "is empty"
             raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
-        chat = [{"role": "user", "content": text}]
-        prompts.append(encode_chat(tokenizer, chat, args.system) if args.chat else tokenizer.encode(text))
+        chat = [*system_message(args), {"role": "user", "content": text}]
+        prompts.append(encode_chat(tokenizer, chat) if args.chat else tokenizer.encode(text))
     rows = args.batch_size or len(prompts)
-    if rows < len(prompts) or asks and rows > 1:
-        raise UserError("--batch_size is at least the number of prompts, and with --ask 1")
-    return prompts, rows, asks
+    if rows < len(prompts) or asks and len(prompts) > 1 or 1 < rows < len(asks):
+        raise UserError("--batch_size is at least the number of prompts, or of --ask; these take one prompt")
+    return [prompts[i % len(prompts)] for i in range(rows)], asks
 
 
-def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """emit(row, token) prints a row's text as it is made, finish() its end; `after` are the ids before it."""
-    stream = StreamDecoder(tokenizer, after)
-    return lambda row, token: print(stream.push(token), end="", flush=True), lambda: print(stream.flush())
+def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
+    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
+    names = "batch_size context device dtype weights temperature top_k top_p seed prefill_chunk".split()
+    how = {name: getattr(args, name) for name in names} | {"compiled": args.compile, "kernel": args.kernels}
+    return LLM(source, method, **how, **options)
+
+
+def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
+    """Reads the prompts, or loads them, with room for what comes after."""
+    asked = [len(llm.tokenizer.encode_continuation("\n" + ask)) for ask in asks] or [0]
+    at_once = len(prompts) > 1 or (args.batch_size or 1) > 1
+    more = max(asked) + args.max_new_tokens if at_once else sum(asked) + args.max_new_tokens * len(asked)
+    if args.load_cache:
+        return llm.load(args.load_cache, more)
+    llm.context = check_lengths(prompts, more, args.context, llm.model.config)
+    llm.open(len(prompts))
+    output = llm.read(prompts[:1] if asks else prompts)
+    if args.save_cache:
+        llm.save(args.save_cache)
+    return output
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    folder = source, args.device, args.dtype, args.weights
-    model, tokenizer = load(*folder, args.method, args.options, args.seed)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    how = sampling, args.compile, args.kernels, args.prefill_chunk
+    llm = llm_of(args, args.method, args.options)
     if args.interactive:
-        c = model.config
-        capacity = args.context or min(4096, c.max_positions, c.sliding_window or 4096)
-        check_capacity(capacity, c, "--context")
-        engine = build_engine(source, model, args.method, args.options, 1, capacity, *how)
-        return run_interactive(engine, tokenizer, args)
-    prompts, rows, asks = read_prompts(args, tokenizer, model.config)
-    asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
-    capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
-
-    engine = build_engine(source, model, args.method, args.options, rows, capacity, *how)
-    prompts = [prompts[i % len(prompts)] for i in range(rows)]
-    run = prompts, asks, args.max_new_tokens, args.ignore_eos, args.seed
-    streamed = tokenizer is not None and rows == 1 and not asks and not args.json
-    emit, finish = streamer(tokenizer, prompts[0]) if streamed else (None, None)
-    output = run_prompts(engine, tokenizer, *run, emit)
-    figures = {
-        "method": args.method,
-        "variant": args.options.get("variant", "ours"),
-        "settings": dataclasses.asdict(settings_from(args.method, args.options)),
-        "model": str(args.random_weights or args.checkpoint),
-        "seed": args.seed,
-        **report(engine, tokenizer, prompts, output),
-    }
-    figures["weights"] = args.weights or figures["dtype"]
-    answers = {args.method: output.answers}
-    if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        del engine, model  # the method may have changed the weights
-        engine = build_engine(source, load(*folder)[0], "dense", {}, rows, capacity, *how)
-        answers["dense"] = run_prompts(engine, tokenizer, *run).answers
+        return run_interactive(llm, args)
+    prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
+    output, answers, n = begin(llm, args, prompts, asks), {}, args.max_new_tokens
+    how, rows = {"follow": True, "ignore_eos": args.ignore_eos}, len(llm.told)
+    streamed = llm.tokenizer is not None and rows == 1 and not asks and not args.json
+    if asks:
+        output, answers[args.method] = llm.ask(asks, n, ignore_eos=args.ignore_eos)
+    elif streamed:
+        for piece in llm.stream("", n, **how):
+            print(piece, end="", flush=True)
+        print()
+        output = output.then(llm.output)
+    else:
+        output = output.then(llm.generate([""] * rows, n, **how))
+    figures = output.report
+    if asks and not (args.method == "dense" or args.json or args.load_cache or llm.model.config.elitekv):
+        del llm, output  # the method may have changed the weights
+        llm = llm_of(args, "dense", {})
+        begin(llm, args, prompts, asks)
+        _, answers["dense"] = llm.ask(asks, n, ignore_eos=args.ignore_eos)
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
         for method, said in answers.items():
             print(f"  {method + ':':10} {said[i]}")
-    if streamed:
-        finish()
-    elif tokenizer and not asks:
+    if llm.tokenizer and not asks and not streamed:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
     print(file=sys.stderr)
@@ -759,41 +1019,25 @@ def run_generate(args: argparse.Namespace) -> None:
         print(json.dumps(figures, separators=(",", ":")))
 
 
-def run_interactive(engine: Engine, tokenizer, args: argparse.Namespace) -> None:
+def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    capacity = engine.context.capacity
-    history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
-
-    def read_history() -> list[int]:
-        if args.chat:
-            return encode_chat(tokenizer, history, args.system)
-        return tokenizer.encode("".join(message["content"] for message in history).removeprefix("\n"))
-
-    torch.manual_seed(args.seed)
+    if args.load_cache:
+        llm.load(args.load_cache)
+    else:
+        llm.open(1).history = system_message(args)
+    dim, plain = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
     while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
         if not (line := line.rstrip("\n")):
             continue
-        history.append({"role": "user", "content": line if args.chat or not history else "\n" + line})
-        goes_on = transcript and not args.chat
-        ids = transcript + tokenizer.encode_continuation("\n" + line) if goes_on else read_history()
-        while len(ids) + args.max_new_tokens > capacity and len(history) > 1:
-            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
-            del history[:2]
-            ids = read_history()
-        check_lengths([ids], args.max_new_tokens, capacity, engine.model.config)
-        if held and ids[:held] == transcript[:held]:
-            engine.feed([ids[held:]])
-        else:  # the first turn, or a template that rewrites the past
-            engine.prefill([ids])
-        after = () if args.chat else ids
-        emit, finish = streamer(tokenizer, after)
-        output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
-        finish()
-        made = output.token_ids[0]
-        history.append({"role": "assistant", "content": tokenizer.decode(made, after)})
-        stop = [] if output.stop_token is None else [output.stop_token]
-        transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
+        for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
+            print(piece, end="", flush=True)
+        print()
+        held = llm.held()
+        told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
+        print(f"{dim}{told}{plain}", file=sys.stderr)
     print()
+    if args.save_cache:
+        llm.save(args.save_cache)
 
 
 def leave(code: int, line: str) -> None:

@@ -56,7 +56,7 @@ import kernels
 import model as model_file
 from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
 from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
-from generate import Engine, Output, Sampling, decode_rows
+from generate import Engine, Sampling, decode_rows
 from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
@@ -2209,9 +2209,9 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
             expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
             with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
-                generate.encode_chat(tokenizer, chat, system)
+                generate.encode_chat(tokenizer, messages)
         else:
-            assert generate.encode_chat(tokenizer, chat, system) == expected
+            assert generate.encode_chat(tokenizer, messages) == expected
 
 
 def test_no_message_becomes_a_control_token(tmp_path):
@@ -3731,7 +3731,7 @@ DAMAGE = [
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
+    ("of another fingerprint", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
 
@@ -3981,8 +3981,9 @@ def test_help_names_every_setting(method, cli):
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     seen = []
-    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode_rows(engine, *args)  # noqa: E731
-    monkeypatch.setattr(generate, "decode_rows", spy)
+    decode = generate.decode_tokens
+    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode(engine, *args)  # noqa: E731
+    monkeypatch.setattr(generate, "decode_tokens", spy)
     turns = "hello\nhow are you\n"
     code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
     assert code == 0 and out.count("> ") == 3
@@ -4386,14 +4387,14 @@ def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
     assert first["kl python"] == 0 < second["kl python"] < 0.1
 
 
-def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
-    engine, tokenizer = make_engine(tiny_model(), "dense", 3, 60), load_tokenizer(NANO)
-    prompts, new = [tokenizer.encode("hello")] * 3, tokenizer.encode_continuation(" world")
-    report = generate.report(engine, tokenizer, prompts, Output([new] * 3, decode_s=2.0, steps=8))
-    assert report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
-    length = len(prompts[0]) + len(new)
-    assert report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
-    assert report["text"] == [" world"] * 3
+def test_report_counts_rows_and_lengths(checkpoint):
+    llm = generate.LLM(checkpoint, device="cpu")
+    new = llm.tokenizer.encode_continuation(" world")
+    answer = llm.read(["hello"] * 3)
+    answer.steps, answer.decode_s, answer.token_ids, answer.text = 8, 2.0, [new] * 3, [" world"] * 3
+    assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+    length = len(llm.tokenizer.encode("hello")) + len(new)
+    assert answer.report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
 
 
 def test_progress_is_on_stderr(monkeypatch, capsys):

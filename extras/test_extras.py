@@ -105,7 +105,7 @@ SHADOW_ALL = {"rank": 1.0, "chunk": 1, "outliers": 5, "recent": 3}
 DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
-test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head left".split()}
+test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head start".split()}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
     ("palu", {"keep": 0.5}),
