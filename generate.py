@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from pathlib import Path
@@ -261,18 +261,14 @@ class Output:
 
     def then(self, more: "Output") -> "Output":
         """This one and what follows it in the same rows, as one."""
-        columns = zip(self.token_ids, more.token_ids, self.text, more.text, strict=True)
-        ids, text = zip(*((a + b, c + d) for a, b, c, d in columns), strict=True)
-        return Output(
-            [*ids],
-            [*text],
-            [a + b for a, b in zip(self.prompt_tokens, more.prompt_tokens, strict=True)],
-            self.prefill_s,
-            self.first_token_s or self.prefill_s + more.first_token_s,
-            self.decode_s + more.decode_s,
-            self.steps + more.steps,
-            llm=self.llm,
+        lists = (
+            (name, getattr(self, name), getattr(more, name))
+            for name in ("token_ids", "text", "prompt_tokens")
         )
+        rows = {name: [a + b for a, b in zip(old, new, strict=True)] for name, old, new in lists}
+        first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
+        decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
+        return replace(self, **rows, first_token_s=first_token_s, decode_s=decode_s, steps=steps)
 
 
 def decode_tokens(
@@ -302,7 +298,7 @@ def decode_tokens(
                     stopped[row] = [ids.pop()]
                 else:
                     yield row, tokens[row]
-    output.first_token_s += first_token_s
+    output.first_token_s = output.prefill_s + first_token_s
     output.decode_s, output.steps = time.time() - started, made - 1
     engine.check_logits()
 
@@ -383,14 +379,9 @@ def artifact_for(source: Path | ModelConfig, method: str, model: Llama) -> compr
 
 
 def load(
-    source: Path | ModelConfig,
-    device: str,
-    dtype: str = "auto",
-    weights=None,
-    method="dense",
-    options=None,
-    seed=0,
-) -> tuple[Llama, object]:
+    source: Path | ModelConfig, device: str, dtype: str = "auto", weights: str | None = None, method="dense",
+    options: dict | None = None, seed=0
+) -> tuple[Llama, object]:  # fmt: skip
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
     weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
@@ -399,7 +390,7 @@ def load(
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
     if isinstance(source, ModelConfig):
-        config = dataclasses.replace(source, max_positions=1 << 20)
+        config = replace(source, max_positions=1 << 20)
         return model_file.random_model(config, *place, seed, fold), None
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
@@ -425,11 +416,9 @@ def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int,
     for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
         share = free_memory(torch.device(kind)) / max(1, rows * needed)
         if share < 1:
-            size = (
-                f"the {method} cache of {rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
-            )
+            size = f"{rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
             fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
-            raise UserError(f"not enough memory: {size}; {fits}")
+            raise UserError(f"not enough memory: the {method} cache of {size}; {fits}")
 
 
 # --------------------------------------------------------------------------------- from prompts to a report
@@ -501,28 +490,28 @@ class LLM:
         self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
         self.method, self.options, self.seed, self.weights = method, settings, seed, weights
         self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
-        self.settings, self.engine = settings_from(method, settings), None  # `open` builds the engine
-        self.batch_size, self.context, self.compiled, self.kernel = batch_size, context, compiled, kernel
-        self.how = Sampling(temperature, top_k, top_p), prefill_chunk
+        self.settings, self.batch_size, self.context = settings_from(method, settings), batch_size, context
+        self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
+        self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
         self.history: list[dict[str, str]] = []  # messages of `say`
 
     def open(self, rows: int, need: int = 0) -> "LLM":
         """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
         where no context was given. UserError where settings, artifact, model and memory do not fit one
         another, before anything is built."""
-        model, c, method, settings = self.model, self.model.config, self.method, self.settings
+        model, c, settings = self.model, self.model.config, self.settings
         capacity = self.context or max(need, min(4096, c.max_positions, c.sliding_window or 4096))
         check_capacity(capacity, c, "--context")
-        artifact = artifact_for(self.source, method, model)
-        check_memory(model, method, settings, artifact, rows, capacity)
-        context, (sampling, prefill_chunk) = Context(model, rows, capacity, self.kernel), self.how
-        caches = method_named(method).build(model, settings, context, artifact)
+        artifact = artifact_for(self.source, self.method, model)
+        check_memory(model, self.method, settings, artifact, rows, capacity)
+        context = Context(model, rows, capacity, self.kernel)
+        caches = method_named(self.method).build(model, settings, context, artifact)
         if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
         graphed = context.device.type == "cuda"
-        compiled = graphed if self.compiled is None else self.compiled
+        how = graphed if self.compiled is None else self.compiled, graphed, self.prefill_chunk
         try:
-            self.engine = Engine(model, caches, context, sampling, compiled, graphed, prefill_chunk)
+            self.engine = Engine(model, caches, context, self.sampling, *how)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
@@ -531,8 +520,6 @@ class LLM:
         ]  # ids that each row was given and made; it holds the first `pos`
         torch.manual_seed(self.seed)
         return self
-
-    # ---- prompts in
 
     def encode(self, prompt: str | list, after: list[int] = ()) -> list[int]:
         """Token ids of a prompt, with those that it follows."""
@@ -547,10 +534,8 @@ class LLM:
         ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
         capacity = self.engine.context.capacity if self.engine else self.context
         need = check_lengths(ids, max_new_tokens, capacity, self.model.config)
-        if not self.engine:
-            self.open(self.batch_size or len(ids), need)
-        engine, started = self.engine, clock(self.engine.context.device)
-        idle = [[]] * (len(self.told) - len(ids))
+        engine = self.engine or self.open(self.batch_size or len(ids), need).engine
+        started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
         rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
         counts = [len(new) - len(old) * follow for new, old, _ in rows]
         if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
@@ -568,18 +553,16 @@ class LLM:
         self.output = Output([[] for _ in range(rows)], [""] * rows, prompt_tokens, took, llm=self)
         return self.output
 
-    # ---- text out
-
     def tokens(
         self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False, stride=1
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
-        """Reads a prompt a row, then yields (row, token) as they are made; at the end `output` has them all.
-        line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in decode_tokens."""
+        """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
+        `output` has all. line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in
+        decode_tokens."""
         rows = len(self.told) if self.engine else self.batch_size or len(prompts)
-        if len(prompts) != rows:
-            raise UserError(
-                f"{len(prompts)} prompts for {rows} rows; give one for each, or another batch_size"
-            )
+        if len(prompts) > rows:
+            raise UserError(f"{len(prompts)} prompts are more than {rows} rows; set a larger batch_size")
+        prompts = [prompts[i % len(prompts)] for i in range(rows)]
         output, decode = self.read(prompts, max_new_tokens, follow), self.tokenizer and self.tokenizer.decode
         stop_ids = self.tokenizer.stop_ids if decode and not ignore_eos else set()
 
@@ -587,8 +570,8 @@ class LLM:
             return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
 
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
-        for row, (prompt, ids) in enumerate(zip(prompts, output.token_ids, strict=True)):
-            output.text[row] = decode(ids, self.before(prompt, row)) if decode else ""
+        for row, ids in enumerate(output.token_ids):
+            output.text[row] = decode(ids, self.before(prompts[row], row)) if decode else ""
             self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
 
     def before(self, prompt: str | list, row: int) -> list[int]:
@@ -596,21 +579,20 @@ class LLM:
         return [] if is_chat(prompt) else self.told[row]
 
     def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
-        """Text after each prompt, one a row. how: as in `tokens`."""
+        """Text after each prompt. how: as in `tokens`."""
         fast = self.model.norm.weight.is_cuda and not how.get("line")
-        how = {"stride": 16 if fast else 1} | how
-        for _ in self.tokens([prompts] if isinstance(prompts, str) else prompts, max_new_tokens, **how):
+        prompts, how = [prompts] if isinstance(prompts, str) else prompts, {"stride": 16 if fast else 1} | how
+        for _ in self.tokens(prompts, max_new_tokens, **how):
             pass
         return self.output
 
     def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
         """The text after one prompt, piece by piece as its tokens are made."""
-        made, pieces = self.tokens([prompt], max_new_tokens, **how), None
-        for _, token in made:
+        pieces = None
+        for _, token in self.tokens([prompt], max_new_tokens, **how):
             pieces = pieces or StreamDecoder(self.tokenizer, self.before(prompt, 0))
             yield pieces.push(token)
-        if pieces:
-            yield pieces.flush()
+        yield pieces.flush() if pieces else ""
 
     def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
         """The next message of a chat, by the model's own template."""
@@ -619,42 +601,34 @@ class LLM:
     def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
         """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
         the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
-        if not self.engine:
-            self.open(1)
-        history, told = self.history, self.told[0]
+        engine, history = self.engine or self.open(1).engine, self.history
         history.append({"role": "user", "content": line})
         first = sum(message["role"] == "system" for message in history)
 
-        def prompt() -> list:
+        def prompt() -> str | list:
             texts = ("\n" * (message["role"] == "user") + message["content"] for message in history)
             return history if chat else "".join(texts).removeprefix("\n")
 
-        asked = self.encode("\n" + line, told) if told and not chat else prompt()
-        while (
-            len(self.encode(asked)) + max_new_tokens > self.engine.context.capacity and history[first + 1 :]
-        ):
+        turn = self.encode("\n" + line, self.told[0]) if self.told[0] and not chat else prompt()
+        while len(self.encode(turn)) + max_new_tokens > engine.context.capacity and history[first + 1 :]:
             print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
             del history[first : first + 2]
-            asked = prompt()
-        yield from self.stream(asked, max_new_tokens)
+            turn = prompt()
+        yield from self.stream(turn, max_new_tokens)
         history.append({"role": "assistant", "content": self.output.text[0]})
 
     def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
         """A line's answer to each question about what row 0 holds: one after another in it; or, if there are
         more rows, all at once, each in a copy of it."""
         rows, output, answers = len(self.told), self.output, []
-        groups = [[question] for question in questions]
         if rows > 1:
             self.fork(0, rows)
             output.prompt_tokens = output.prompt_tokens[:1] * rows
-            groups = [[questions[i % len(questions)] for i in range(rows)]]
-        for group in groups:
+        for group in [questions] if rows > 1 else [[question] for question in questions]:
             group = [f"\n{question}" for question in group]
             made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
             output, answers = output.then(made), answers + [text.strip() for text in made.text]
         return output, answers[: len(questions)]
-
-    # ---- what the rows hold
 
     def fork(self, row: int, n: int) -> None:
         """Makes the first n rows copies of one."""
@@ -667,7 +641,7 @@ class LLM:
     def held(self) -> dict[str, float]:
         """Of all rows: tokens held; their bytes in all memory, of all ranks; these as a share of dense's."""
         lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
-        parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths))
+        parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths) if n)
         size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
         dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.capacity)
         return {"tokens": tokens, "bytes": sum(gathered(size)), "share": size / max(1, dense)}
@@ -676,50 +650,44 @@ class LLM:
         """What a saved cache must agree on with this one. UserError for several processes."""
         if ranks()[1] > 1:
             raise UserError("a cache is saved and loaded by one process; leave out torchrun")
-        fitted = not isinstance(self.source, ModelConfig) and method_named(self.method).artifact
-        path = fitted and compress.artifact_path(self.source, fitted)
-        return compress.model_identity(self.model) | {
-            "method": self.method,
-            "settings": json.dumps(dataclasses.asdict(self.settings)),
-            "weights": f"{self.model.norm.weight.dtype} {self.weights or ''}",
-            "artifact": model_file.fingerprint([path]) if path else "",
-        }
+        folder, artifact = self.source, method_named(self.method).artifact
+        fitted = artifact and not isinstance(folder, ModelConfig)
+        own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
+        own["dtype"] = str(self.model.norm.weight.dtype)
+        files = [compress.artifact_path(folder, artifact)] if fitted else []
+        own["artifact"] = model_file.fingerprint(files)
+        return compress.model_identity(self.model) | own
 
     def save(self, path: str | Path) -> None:
         """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be."""
         rows = [(row, n) for row, n in enumerate(self.engine.pos.tolist()) if n]
         parts = [self.engine.used(*row) | {"ids": torch.tensor(self.told[row[0]])} for row in rows]
         tensors = {f"{i}.{name}": copied(x).cpu() for i, part in enumerate(parts) for name, x in part.items()}
-        facts = {"lengths": [n for _, n in rows], "context": self.engine.context.capacity}
-        facts = {name: json.dumps(fact) for name, fact in (facts | {"history": self.history}).items()}
-        compress.save_artifact(tensors, Path(path), self.identity() | facts)
+        facts = [n for _, n in rows], self.engine.context.capacity, self.history
+        compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
 
     def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:
         """Makes the rows those of a file of `save`, in turn, with room for max_new_tokens more. UserError
         where the file is of another model, method or settings, or its rows do not fit."""
         started, remedy = time.time(), "load it with the options that saved it, or save it again"
         facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
-        lengths, context, history = (json.loads(facts[name]) for name in ("lengths", "context", "history"))
+        lengths, context, history = json.loads(facts["rows"])
         if not self.engine:
             self.context = self.context or max(context, max(lengths) + max_new_tokens)
             self.open(self.batch_size or len(lengths))
-        rows, capacity = len(self.told), self.engine.context.capacity
-        for what, saved, here in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
-            if saved > here:
-                raise UserError(f"{path} needs a --{what} of {saved}, not {here}; raise --{what}")
-        saved = [{} for _ in lengths]
-        for name, x in tensors.items():
-            row, _, part = name.partition(".")
-            saved[int(row)][part] = x
-        for parts, n in zip(saved, lengths, strict=True):
+        rows, capacity, saved = len(self.told), self.engine.context.capacity, []
+        for what, wanted, given in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
+            if wanted > given:
+                raise UserError(f"{path} needs a --{what} of {wanted}, not {given}; raise --{what}")
+        for i, n in enumerate(lengths):
             here = self.engine.used(0, n)
-            if any(name not in parts or parts[name].shape != x.shape for name, x in here.items()):
+            saved.append({name: tensors.get(f"{i}.{name}") for name in [*here, "ids"]})
+            if any(saved[i][name] is None or saved[i][name].shape != x.shape for name, x in here.items()):
                 fault = f"saved with --context {context}, for which the budget is not that of {capacity}"
                 raise UserError(f"{path}: {fault}; give --context {context}")
         for row in range(rows):
-            parts = saved[row % len(saved)]
-            self.engine.put(row, lengths[row % len(saved)], parts)
-            self.told[row] = parts["ids"].tolist()
+            self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
+            self.told[row] = saved[row % len(saved)]["ids"].tolist()
         self.history = history
         return self.begun([*map(len, self.told)], started)
 
@@ -925,7 +893,7 @@ def first_reads(read: Callable[[], str]) -> str:
 
 
 def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
-    """Token ids of the prompts, one a row, and the questions to ask after them."""
+    """Token ids of the prompts, and the questions to ask after them."""
     texts, asks, prompts = args.prompt or [], args.ask or [], []
     if args.load_cache:
         return [], asks
@@ -952,7 +920,7 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
     rows = args.batch_size or len(prompts)
     if rows < len(prompts) or asks and len(prompts) > 1 or 1 < rows < len(asks):
         raise UserError("--batch_size is at least the number of prompts, or of --ask; these take one prompt")
-    return [prompts[i % len(prompts)] for i in range(rows)], asks
+    return prompts, asks
 
 
 def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
@@ -967,15 +935,15 @@ def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
 
 
 def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
-    """Reads the prompts, or loads them, with room for what comes after."""
-    asked = [len(llm.tokenizer.encode_continuation("\n" + ask)) for ask in asks] or [0]
-    at_once = len(prompts) > 1 or (args.batch_size or 1) > 1
-    more = max(asked) + args.max_new_tokens if at_once else sum(asked) + args.max_new_tokens * len(asked)
+    """Reads or loads the prompts, with room for what comes after."""
+    rows = args.batch_size or len(prompts)
+    more = [len(llm.encode(f"\n{ask}", [0])) + args.max_new_tokens for ask in asks] or [args.max_new_tokens]
+    more = max(more) if rows > 1 else sum(more)
     if args.load_cache:
         return llm.load(args.load_cache, more)
     llm.context = check_lengths(prompts, more, args.context, llm.model.config)
-    llm.open(len(prompts))
-    output = llm.read(prompts[:1] if asks else prompts)
+    llm.open(rows)
+    output = llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
     if args.save_cache:
         llm.save(args.save_cache)
     return output
@@ -986,24 +954,22 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.interactive:
         return run_interactive(llm, args)
     prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
-    output, answers, n = begin(llm, args, prompts, asks), {}, args.max_new_tokens
-    how, rows = {"follow": True, "ignore_eos": args.ignore_eos}, len(llm.told)
-    streamed = llm.tokenizer is not None and rows == 1 and not asks and not args.json
+    output, answers = begin(llm, args, prompts, asks), {}
+    how = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos}
+    streamed = llm.tokenizer is not None and len(llm.told) == 1 and not asks and not args.json
     if asks:
-        output, answers[args.method] = llm.ask(asks, n, ignore_eos=args.ignore_eos)
+        output, answers[args.method] = llm.ask(asks, **how)
     elif streamed:
-        for piece in llm.stream("", n, **how):
+        for piece in llm.stream("", follow=True, **how):
             print(piece, end="", flush=True)
         print()
-        output = output.then(llm.output)
     else:
-        output = output.then(llm.generate([""] * rows, n, **how))
-    figures = output.report
+        llm.generate([""], follow=True, **how)
+    figures = (output if asks else output.then(llm.output)).report
     if asks and not (args.method == "dense" or args.json or args.load_cache or llm.model.config.elitekv):
         del llm, output  # the method may have changed the weights
-        llm = llm_of(args, "dense", {})
-        begin(llm, args, prompts, asks)
-        _, answers["dense"] = llm.ask(asks, n, ignore_eos=args.ignore_eos)
+        begin(llm := llm_of(args, "dense", {}), args, prompts, asks)
+        _, answers["dense"] = llm.ask(asks, **how)
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
         for method, said in answers.items():
@@ -1021,20 +987,18 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
+    llm.open(1).history = system_message(args)
     if args.load_cache:
         llm.load(args.load_cache)
-    else:
-        llm.open(1).history = system_message(args)
-    dim, plain = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
     while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
-        if not (line := line.rstrip("\n")):
-            continue
-        for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
-            print(piece, end="", flush=True)
-        print()
-        held = llm.held()
-        told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
-        print(f"{dim}{told}{plain}", file=sys.stderr)
+        if line := line.rstrip("\n"):
+            for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
+                print(piece, end="", flush=True)
+            held = llm.held()
+            told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
+            print(flush=True)
+            print(f"{dim}{told}{normal}", file=sys.stderr)
     print()
     if args.save_cache:
         llm.save(args.save_cache)

@@ -183,6 +183,7 @@ WIDE = {"fdc"}  # whose ranks are multiples of 16: they differ in wide heads onl
 CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
 BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
 OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
+OF_THE_CAPACITY = set()  # methods whose steps know what the cache can hold
 EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
@@ -527,6 +528,54 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
         assert error(got[:, row], logits_through(alone, [prompts[row]], [more[row]], 2)[:, 0]) < 1e-12
+
+
+def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
+    """An LLM of a tiny model, in fp64, without a tokenizer."""
+    model = tiny_model(head_dim=width_for(method)).double()
+    with mock.patch.object(generate, "load", lambda *_: (model, None)):
+        llm = generate.LLM(model.config, method, device="cpu", **options)
+    llm.engine, llm.told = make_engine(model, method, rows, capacity, block=16, **options), [[]] * rows
+    return llm
+
+
+def goes_on(llm: generate.LLM) -> list[tuple[list[int], torch.Tensor]]:
+    """What each row makes of what it holds, and of three tokens after that; with its last logits."""
+    told = [llm.generate([prompt], 6, follow=True).token_ids for prompt in ([], [5, 6, 7])]
+    return [*zip(*told, llm.engine.logits.clone(), strict=True)]
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_rows_go_on_alike_after_they_were_saved_and_loaded_or_forked(method, options, tmp_path):
+    """Ragged rows after some steps, into a cache that has held others: to the bit, where it is not larger."""
+    first, again, larger = (llm_over(method, 3, capacity, **options) for capacity in (110, 110, 150))
+    first.generate([random_ids(n, n) for n in (70, 9, 33)], 5)
+    first.save(tmp_path / "cache")
+    for llm in (again, larger):
+        llm.generate([random_ids(n, 100 + n) for n in (30, 90, 50)], 10)
+        llm.load(tmp_path / "cache")
+        assert llm.told == first.told and llm.engine.pos.equal(first.engine.pos)
+    expected, found, near = map(goes_on, (first, again, larger))
+    for (*tokens, logits), (*same, bits), (*also, close) in zip(expected, found, near, strict=True):
+        assert tokens == same and logits.equal(bits)
+        assert method in OF_THE_CAPACITY or tokens == also and error(close, logits) < 1e-12
+    again.load(tmp_path / "cache")
+    again.fork(2, 2)
+    for (*tokens, logits), source in zip(goes_on(again), (2, 2, 2), strict=True):
+        assert tokens == [*expected[source][:2]] and error(logits, expected[source][2]) < 1e-12
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_a_saved_row_is_as_large_as_the_ledger_of_a_cache_that_it_fills(method, options, tmp_path):
+    llm = llm_over(method, 2, 128, **options)
+    for n in (64, 128):
+        llm.read([random_ids(n)])
+        llm.save(tmp_path / "cache")
+        saved = load_file(tmp_path / "cache")
+        size = sum(x.nbytes for name, x in saved.items() if re.match(r"0\.\d+\.", name))
+        caches = llm_over(method, 1, n, **options).engine.caches
+        assert size == sum(cache.formula() + cache.host_bytes() for cache in caches) == llm.held()["bytes"]
+        assert not any(name.startswith("1.") for name in saved)  # an empty row
 
 
 def forms(tests) -> list:

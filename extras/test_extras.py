@@ -106,6 +106,7 @@ DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
 test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head start".split()}
+test_all.OF_THE_CAPACITY |= {"keyformer"}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
     ("palu", {"keep": 0.5}),
