@@ -1772,11 +1772,7 @@ class LrqkCache(Cache):
         self.counts[row] += torch.stack((live, miss), 1).sum((2, 3))
 
     def used(self, row: int, n: int) -> dict[str, Tensor]:
-        """Hot slots fill from the left, with tokens that left the ring."""
-        left, ring = min(max(0, n - self.z), self.slots), self.slots + min(n, self.z)
-        parts = {name: getattr(self, name)[row, :, :n] for name in ("a_k", "slot_of")}
-        parts |= {name: getattr(self, name)[row, :, :left] for name in ("pos_of", "stamp", "hot")}
-        return super().used(row, n) | parts | {"ring": self.hot[row, :, self.slots : ring]}
+        return super().used(row, n) | {"a_k": self.a_k[row, :, :n], "slot_of": self.slot_of[row, :, :n]}
 
     def miss_rate(self) -> float | None:
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""

@@ -539,10 +539,11 @@ def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
     return llm
 
 
-def goes_on(llm: generate.LLM) -> list[tuple[list[int], torch.Tensor]]:
+def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """What each row makes of what it holds, and of three tokens after that; with its last logits."""
-    told = [llm.generate([prompt], 6, follow=True).token_ids for prompt in ([], [5, 6, 7])]
-    return [*zip(*told, llm.engine.logits.clone(), strict=True)]
+    first = decode_rows(engine, 9, lambda _: False).token_ids
+    engine.feed([[5, 6, 7]] * len(engine.tokens))
+    return [*zip(first, decode_rows(engine, 6, lambda _: False).token_ids, engine.logits.clone(), strict=True)]
 
 
 @over("method, options", lambda tests: tests.CASES)
@@ -555,13 +556,13 @@ def test_rows_go_on_alike_after_they_were_saved_and_loaded_or_forked(method, opt
         llm.generate([random_ids(n, 100 + n) for n in (30, 90, 50)], 10)
         llm.load(tmp_path / "cache")
         assert llm.told == first.told and llm.engine.pos.equal(first.engine.pos)
-    expected, found, near = map(goes_on, (first, again, larger))
+    expected, found, near = (goes_on(llm.engine) for llm in (first, again, larger))
     for (*tokens, logits), (*same, bits), (*also, close) in zip(expected, found, near, strict=True):
         assert tokens == same and logits.equal(bits)
         assert method in OF_THE_CAPACITY or tokens == also and error(close, logits) < 1e-12
     again.load(tmp_path / "cache")
     again.fork(2, 2)
-    for (*tokens, logits), source in zip(goes_on(again), (2, 2, 2), strict=True):
+    for (*tokens, logits), source in zip(goes_on(again.engine), (2, 2, 2), strict=True):
         assert tokens == [*expected[source][:2]] and error(logits, expected[source][2]) < 1e-12
 
 
