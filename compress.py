@@ -2030,6 +2030,8 @@ def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dic
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+    except FileNotFoundError:
+        raise
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or damaged ({error}); {remedy}") from None
     for key, value in identity.items():

@@ -543,7 +543,9 @@ def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """What each row makes of what it holds, and of three tokens after that; with its last logits."""
     first = decode_rows(engine, 9, lambda _: False).token_ids
     engine.feed([[5, 6, 7]] * len(engine.tokens))
-    return [*zip(first, decode_rows(engine, 6, lambda _: False).token_ids, engine.logits.clone(), strict=True)]
+    return [
+        *zip(first, decode_rows(engine, 6, lambda _: False).token_ids, engine.logits.clone(), strict=True)
+    ]
 
 
 @over("method, options", lambda tests: tests.CASES)
@@ -3985,6 +3987,64 @@ def test_questions_count_as_read(cli, monkeypatch):
     assert more > 40 and asked["first_token_s"] > 2 * slow
     token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
     assert asked["bytes_read_per_step"] == token * (asked["prompt_tokens"][0] + made)
+
+
+def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
+    """From a file, and in a batch: as if each question were the only one after the prompt."""
+    line, end = (
+        "generate --method sals --prompt 'once upon a time'",
+        f"--max_new_tokens 6 --save_cache {tmp_path}/c",
+    )
+    alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
+    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
+    both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
+    for name in ("token_ids", "text", "prompt_tokens"):
+        assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
+        assert cli.json(f"{load} --ask 'where is it'")[name] == alone[1][name]
+        assert cli.json(load)[name] == cli.json(f"{line} --max_new_tokens 6")[name]
+    report = cli.json(f"{load} --ask 'who is it' --batch_size 2")
+    assert report["token_ids"] == alone[0]["token_ids"] * 2
+    assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1  # no dense one has it
+    # A conversation goes on where it was saved.
+    talk = "generate --interactive --max_new_tokens 6 --context 80"
+    whole, *parts = (cli(f"{talk} {cache}", stdin=turns)[1] for cache, turns in (
+        ("", "hello\nhow are you\n"),
+        (f"--save_cache {tmp_path}/d", "hello\n"),
+        (f"--load_cache {tmp_path}/d", "how are you\n"),
+    ))  # fmt: skip
+    assert whole == parts[0].removesuffix("> \n") + parts[1]
+    assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", cli.err, re.M)
+
+
+def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
+    line, file = "generate --max_new_tokens 4 --method lrqk --recent 8", tmp_path / "c"
+
+    def told(options: str) -> str:
+        return cli.refusal(f"{line} --k 20 --load_cache {file} {options}")
+
+    assert cli(f"{line} --k 20 --prompt 60 --prompt 9 --save_cache {file}")[0] == 0
+    assert cli(f"{line} --k 20 --load_cache {file} --context 99")[0] == 0
+    assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
+    assert "of another settings (" in told("--k 9")
+    assert "of another weights (None, here int8); load it with the options that" in told("--weights int8")
+    assert "of another dtype (torch.float32, here torch.bfloat16)" in told("--dtype bf16")
+    assert "needs a --batch_size of 2, not 1; raise --batch_size" in told("--batch_size 1")
+    assert "needs a --context of 60, not 40; raise --context" in told("--context 40")
+    assert "need 64 positions, not 62; raise --context" in told("--context 62")
+    assert "has the prompt; give --ask" in told("--prompt 5")
+    assert "no folder to write into" in cli.refusal("generate --prompt 5 --save_cache nowhere/c")
+    assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")
+    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
+    assert "of another fingerprint (" in told("")
+    truncate(file)
+    assert "truncated or damaged" in told("")
+    # A budget that was cut by the cache is another in a larger one.
+    assert cli(f"{line} --k 99 --prompt 60 --save_cache {file}")[0] == 0
+    assert "saved with --context 64, for which" in cli.refusal(
+        f"{line} --k 99 --load_cache {file} --context 150"
+    )
+    assert "one process; leave out torchrun" in cli.refusal(f"torchrun 2 {line} --load_cache {file}")
+    assert sorted(tmp_path.iterdir()) == [file, folder]
 
 
 @needs_cuda
