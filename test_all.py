@@ -2856,27 +2856,83 @@ def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
     assert bool(calls) == wide
 
 
+# ---- copied into another project
+
+
+@functools.cache
+def definitions() -> dict[str, tuple[str, ast.stmt]]:
+    """What three files define, by name: the file, and the node; in order."""
+    found = {}
+    for file in ("kernels.py", "model.py", "compress.py"):
+        for node in ast.parse((ROOT / file).read_text()).body:
+            names = [node.name] if hasattr(node, "name") else map(ast.unparse, getattr(node, "targets", ()))
+            found |= dict.fromkeys(names, (file, node))
+    return found
+
+
+def to_copy(name: str) -> list[str]:
+    """The names of what a function needs of these files, and itself, in an order that Python can run."""
+    known, needed = definitions(), [name]
+    for each in needed:  # it grows
+        parts = [*ast.walk(known[each][1])]
+        names = [part for part in parts if isinstance(part, ast.Name)]
+        own = {part.id for part in names if isinstance(part.ctx, ast.Store)}
+        own |= {part.arg for part in parts if isinstance(part, ast.arg)}
+        used = [part.id for part in names if part.id not in own]
+        of_modules = (part for part in parts if isinstance(part, ast.Attribute))
+        used += [part.attr for part in of_modules if ast.unparse(part.value) in ("kernels", "model_file")]
+        needed += dict.fromkeys(x for x in used if x in known and x not in needed)
+    return [each for each in known if each in needed]
+
+
+def listed(name: str) -> str:
+    """What README shows of to_copy: a paragraph a file."""
+    files = itertools.groupby(to_copy(name), lambda each: definitions()[each][0])
+    return "\n".join(textwrap.fill(f"{file}: {', '.join(names)}", 110) for file, names in files)
+
+
+def copied(name: str, folder: Path):
+    """A module in a folder of its own, with nothing else of this project: that, and the files' imports."""
+    files = dict.fromkeys(file for file, _ in definitions().values())
+    lines = [ast.unparse(node) for file in files for node in ast.parse((ROOT / file).read_text()).body
+             if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]  # fmt: skip
+    lines = [line for line in dict.fromkeys(lines) if not re.match(r"(from|import) (kernels|model)\b", line)]
+    lines += dict.fromkeys(ast.unparse(definitions()[each][1]) for each in to_copy(name))
+    (folder / "copied.py").write_text("\n".join(lines).replace("kv_kernels", f"kv_copied_{name}"))
+    spec = importlib.util.spec_from_file_location("copied", folder / "copied.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
+    """From no tokens on, on plain tensors. README lists what is copied."""
+    readme, c, (q, k, v) = (ROOT / "README.md").read_text(), tiny_config(), stream(40)
+    assert listed("sals_step_ours") in readme and listed("launch_select") in readme
+    module, found = copied("sals_step_ours", tmp_path), []
+    lead, cos, sin = 16, *(table[:40] for table in rope_tables(c, 40, CPU))
+    maps = orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
+    for source in (compress, module):
+        rope = lambda x, at: source.apply_rope(x, cos[at], sin[at])  # noqa: B023, E731
+        new = (
+            *kernels.quantize_mixed(torch.zeros(0, 40), lead),
+            *kernels.quantize_spread(v[:0], 4),
+            k[:0],
+            v[:0],
+        )
+        for i in range(40):
+            out, _, new = source.sals_step_ours(
+                q[i], k[i], v[i], new, maps, lead, 4, (2, 10, 4), rope, (1, cos, sin), (1, cos, sin)
+            )
+            found.append(out)
+    assert torch.equal(torch.stack(found[40:]), torch.stack(found[:40])) and out.isfinite().all()
+    assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
+
+
 @pytest.mark.parametrize("name", ["attend", "scores", "select"])
 def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monkeypatch):
     """Copied with the functions and constants that it names, and they name."""
-    file, known, copied = ast.parse((ROOT / "kernels.py").read_text()), {}, []
-    for node in file.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            known[node.name] = node
-        elif isinstance(node, ast.Assign):
-            known |= {target.id: node for target in node.targets}
-        elif not isinstance(node, ast.Expr):
-            copied.append(node)  # imports, and what stands in for triton
-    copied.append(known[f"launch_{name}"])
-    for node in copied:  # it grows
-        named = (known.get(x.id) for x in ast.walk(node) if isinstance(x, ast.Name))
-        copied += dict.fromkeys(x for x in named if x and x not in copied)
-    text = "\n".join(map(ast.unparse, sorted(copied, key=lambda node: node.lineno)))
-    (tmp_path / "copied.py").write_text(text.replace("kv_kernels", f"kv_copied_{name}"))
-    spec = importlib.util.spec_from_file_location("copied", tmp_path / "copied.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert len(text) < len(ast.unparse(file)) * 0.6
+    module = copied(f"launch_{name}", tmp_path)
+    assert (tmp_path / "copied.py").stat().st_size < (ROOT / "kernels.py").stat().st_size * 0.6
     monkeypatch.setattr(kernels, f"launch_{name}", getattr(module, f"launch_{name}"))
     if name == "attend":
         sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
