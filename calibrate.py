@@ -10,7 +10,6 @@ import argparse
 import bisect
 import csv
 import dataclasses
-import glob
 import inspect
 import itertools
 import json
@@ -21,7 +20,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 import zlib
@@ -37,14 +35,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import compress
 import model as model_file
-from compress import Cache, Context, EliteSettings, artifact_path, load_artifact, method_named, settings_from
+from compress import (
+    Cache,
+    Context,
+    EliteSettings,
+    artifact_path,
+    load_artifact,
+    method_named,
+    replacing,
+    save_artifact,
+    settings_from,
+)
 from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
 from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
 
@@ -148,32 +156,6 @@ def writable_file(text: str) -> Path:
     if (path := Path(text)).is_dir() or not can_write(path.parent):
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
     return path
-
-
-@contextmanager
-def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block ends,
-    config.json last."""
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > 86400:
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
-            yield Path(partial)
-            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
-                file.replace(folder / file.name)
-    finally:
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Writes one safetensors file in the place of an old one; OSError where it cannot be."""
-    data = save({name: t.contiguous() for name, t in tensors.items()}, metadata)
-    with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_bytes(data)  # not save_file, whose files other users cannot read
 
 
 # ---------------------------------------------------------------------------------------------------- fitting

@@ -19,10 +19,15 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 
 import dataclasses
 import functools
+import glob
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +35,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import kernels
@@ -223,6 +229,7 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
 #     logits(q, pos)     q [B, H, G, d] times the d leading numbers of all tokens -> [B, H, G, S]
 #     mix(weights, pos)  weights [B, H, G, S] fp32 times all of them -> [B, H, G, width]
 #     kernel_form()      what kernels.attend takes; `kind` and `bits` say which form that is
+#     used(row, n)       views of what the first n tokens of a row use of each buffer
 #     token_bytes        of one token, all heads. formula(): of all
 # pos [B] is the newest token's position: keys that are rebuilt ask for it.
 
@@ -284,6 +291,10 @@ class TokenStore(nn.Module):
         return matmul_codes(weights, self.vectors)
 
     kernel_form = parts
+
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        """What a row of n tokens uses of each buffer; slots of fewer tokens fill from the left, too."""
+        return {name: getattr(self, name)[row, :, : min(n, self.tokens)] for name in self.layout()}
 
     def formula(self) -> int:
         return self.context.batch_size * self.tokens * self.token_bytes
@@ -438,11 +449,12 @@ class Cache(nn.Module):
         self.context, self.config, self.rope = context, context.config, context.rope
         self.scale, self.kernel = context.scale, context.kernel
         self.window: Sequence[Window] = ()
-        self.table_bytes = 0
+        self.table_bytes, self.fills = 0, {}
 
     def table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
         """A buffer [B, *shape] beside the stores, such as positions of slots. The formula counts it."""
         self.register_buffer(name, self.context.zeros(*shape, dtype=dtype).fill_(fill))
+        self.fills[name] = fill
         self.table_bytes += self.context.batch_size * math.prod(shape) * dtype.itemsize
 
     def extend(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
@@ -475,6 +487,20 @@ class Cache(nn.Module):
     def stores(self) -> list[nn.Module]:
         """Its stores, each with buffers of its own."""
         return [part for part in self.modules() if part is not self and hasattr(part, "formula")]
+
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        """Views of all that a row of n tokens uses: of stores their part, of tables the row. By name. What
+        another cache of these settings has there makes its row this one's."""
+        parts = {name: getattr(self, name)[row] for name in self.fills}
+        for name, store in self.named_modules():
+            if store is not self and hasattr(store, "used"):
+                parts |= {f"{name}.{part}": x for part, x in store.used(row, n).items()}
+        return parts
+
+    def clear(self, row: int) -> None:
+        """Makes a row's tables as new: what stores hold beyond a row's length is never read."""
+        for name, fill in self.fills.items():
+            getattr(self, name)[row] = fill
 
     def token_bytes(self) -> int:
         """Bytes of one token in the stores that hold all of them."""
@@ -653,13 +679,16 @@ class ChannelKeys(nn.Module):
         self.codes[row, :, tokens] = codes.transpose(1, 2)
         self.low_scale[row, :, groups] = low_scale.transpose(1, 2)
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        groups = -(-n // 32)
+        codes, low_scale = self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups]
+        return {"codes": codes, "low_scale": low_scale}
+
     def formula(self) -> float:
         return self.context.batch_size * self.tokens * self.token_bytes
 
     def past(self, row: int, n: int) -> Tensor:
-        groups = -(-n // 32)
-        keys = self.decode(self.codes[row, :, : groups * 32], self.low_scale[row, :, :groups])
-        return keys[:, :n].transpose(0, 1)
+        return self.decode(**self.used(row, n))[:, :n].transpose(0, 1)
 
     def logits(self, q: Tensor, pos: Tensor) -> Tensor:
         logits = channel_logits(q, self.codes, self.low_scale, self.bits)
@@ -1693,6 +1722,9 @@ class LrqkCache(Cache):
         kernels.fetch_rows(self.kv.vectors[row], index, place, miss, self.hot[row], kernel=self.kernel)
         self.counts[row] += torch.stack((live, miss), 1).sum((2, 3))
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        return super().used(row, n) | {"a_k": self.a_k[row, :, :n], "slot_of": self.slot_of[row, :, :n]}
+
     def miss_rate(self) -> float | None:
         """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
         selected, missed = self.counts.sum(0).tolist()
@@ -1871,6 +1903,9 @@ class RaggedStore(nn.Module):
             token = (row * self.context.capacity + tokens)[:, None]
             self.packed[self.starts + token * self.strides] = x
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        return {str(i): view[row, :n] for i, view in enumerate(self.views())}
+
     def formula(self) -> int:
         return self.context.batch_size * self.context.capacity * self.token_bytes
 
@@ -1936,6 +1971,23 @@ def model_identity(model: Llama) -> dict[str, str]:
     return {"shape": shape, "fingerprint": model.fingerprint}
 
 
+def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dict[str, str], Artifact]:
+    """The metadata and tensors of a file of save_artifact, on the CPU. Raises UserError, with the remedy,
+    where the file is damaged, or its metadata are not those of `identity`."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or damaged ({error}); {remedy}") from None
+    for key, value in identity.items():
+        if (found := metadata.get(key)) != value:
+            raise UserError(f"{path}: of another {key} ({found}, here {value}); {remedy}")
+    return metadata, tensors
+
+
 def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several processes,
     each has the part of its KV heads. {} of a method that is not fitted. Raises UserError where there is
@@ -1949,16 +2001,7 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     command = f"python calibrate.py fit --checkpoint {folder} --method {row.artifact}"
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: truncated or damaged ({error}); make it again: {command}") from None
-    for key, value in model_identity(model).items():
-        if metadata.get(key) != value:
-            fault = f"fitted to another model ({key} {metadata.get(key)}, this one has {value})"
-            raise UserError(f"{path}: {fault}; make it again: {command}")
+    _, tensors = read_tensors(path, model_identity(model), f"make it again: {command}")
     for name, stored in row.tensors(model.whole).items():
         if fault := artifact_fault(tensors.get(name), *stored):
             raise UserError(f"{path}: {name} {fault}; make it again: {command}")
@@ -1967,6 +2010,32 @@ def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
     for name, (_, *shape) in row.tensors(model.config).items():
         tensors[name] = model_file.local_part(tensors[name], shape)
     return tensors
+
+
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[Path]:
+    """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block ends,
+    config.json last."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
+            yield Path(partial)
+            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(folder / file.name)
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Writes one safetensors file in the place of an old one; OSError where it cannot be."""
+    data = save({name: t.contiguous() for name, t in tensors.items()}, metadata)
+    with replacing(path.parent, path.name) as partial:
+        (partial / path.name).write_bytes(data)  # not save_file, whose files other users cannot read
 
 
 def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str:

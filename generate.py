@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from pathlib import Path
@@ -212,6 +212,20 @@ class Engine:
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
         self.tokens.copy_(self.tokens.where(fed, pending))
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        """Views of all that a row of n tokens is: its part of every cache, its place, what comes next."""
+        parts = {"pos": self.pos[row], "next": self.tokens[row], "logits": self.logits[row]}
+        for i, cache in enumerate(self.caches):
+            parts |= {f"{i}.{name}": x for name, x in cache.used(row, n).items()}
+        return parts
+
+    def put(self, row: int, n: int, parts: dict[str, Tensor]) -> None:
+        """Makes a row one of n tokens, of the parts that `used` gave of another."""
+        for cache in self.caches:
+            cache.clear(row)
+        for name, x in self.used(row, n).items():
+            x[None][torch.zeros(1, dtype=torch.int64)] = parts[name].to(x.device)  # as `copied` has it
+
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
@@ -219,51 +233,81 @@ class Engine:
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
 
 
+def copied(x: Tensor) -> Tensor:
+    """A copy of a view, by an index: kernels make it, which reach host memory as if it were the GPU's."""
+    return x[None][torch.zeros(1, dtype=torch.int64)][0]
+
+
 @dataclass
 class Output:
     """What was generated in each row, and the seconds it took."""
 
     token_ids: list[list[int]]
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)  # that were read
     prefill_s: float = 0.0
-    first_token_s: float = 0.0
+    first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
     steps: int = 0
-    answers: list[str] = field(default_factory=list)  # one for each --ask
-    asked: int = 0  # tokens of all --ask
-    stop_token: int | None = None  # of the last row that stopped
+    stopped: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # row -> its stop token, no part of the output
+    llm: "LLM | None" = field(default=None, repr=False)
+
+    @property
+    def report(self) -> dict:
+        """The run in figures (LLM.report)."""
+        return self.llm.report(self)
+
+    def then(self, more: "Output") -> "Output":
+        """This one and what follows it in the same rows, as one."""
+        lists = (
+            (name, getattr(self, name), getattr(more, name))
+            for name in ("token_ids", "text", "prompt_tokens")
+        )
+        rows = {name: [a + b for a, b in zip(old, new, strict=True)] for name, old, new in lists}
+        first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
+        decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
+        return replace(self, **rows, first_token_s=first_token_s, decode_s=decode_s, steps=steps)
 
 
-def decode_rows(
-    engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], emit=None, stride: int = 1
-) -> Output:
-    """Generates until every row has stopped or has max_new_tokens; a stop token is not part of the output.
+def decode_tokens(
+    engine: Engine, output: Output, max_new_tokens: int, stops: Callable[[list[int]], bool], stride: int = 1
+) -> Iterator[tuple[int, int]]:
+    """Generates until every row has stopped or has max_new_tokens; yields (row, token) of each token that is
+    part of the output, and fills that.
 
-    stops(ids) sees all ids that the row has made; emit(row, token) is called for each token.
-    stride: steps between two looks at the tokens: more than 1 spares the device the wait for the host, but
-    leaves tokens after the stop in the cache."""
-    rows = engine.context.batch_size
-    output, stopped = Output([[] for _ in range(rows)]), [False] * rows
-    started, made = clock(engine.context.device), 0
-    while made < max_new_tokens and not all(stopped):
+    stops(ids) sees all ids that the row has made. stride: steps between two looks at the tokens: more than 1
+    spares the device the wait for the host, but leaves tokens after the stop in the cache."""
+    rows, stopped = range(engine.context.batch_size), output.stopped
+    started, made, first_token_s = clock(engine.context.device), 0, 0.0
+    while made < max_new_tokens and len(stopped) < len(rows):
         block = []
         for _ in range(min(stride, max_new_tokens - made)):
             block.append(engine.tokens.clone())
             made += 1
             if made < max_new_tokens:
                 engine.step()
-        for tokens in torch.stack(block).tolist():
-            for row in (row for row in range(rows) if not stopped[row]):
+        tokens_of_block = torch.stack(block).tolist()
+        first_token_s = first_token_s or time.time() - started
+        for tokens in tokens_of_block:
+            for row in (row for row in rows if row not in stopped):
                 ids = output.token_ids[row]
                 ids.append(tokens[row])
-                stopped[row] = stops(ids)
-                if stopped[row]:
-                    output.stop_token = ids.pop()
-                elif emit:
-                    emit(row, tokens[row])
-        if made <= stride:
-            output.first_token_s = time.time() - started
+                if stops(ids):
+                    stopped[row] = [ids.pop()]
+                else:
+                    yield row, tokens[row]
+    output.first_token_s = output.prefill_s + first_token_s
     output.decode_s, output.steps = time.time() - started, made - 1
     engine.check_logits()
+
+
+def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable, stride: int = 1) -> Output:
+    """All of decode_tokens at once."""
+    output = Output([[] for _ in range(engine.context.batch_size)])
+    for _ in decode_tokens(engine, output, max_new_tokens, stops, stride):
+        pass
     return output
 
 
@@ -287,16 +331,19 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def encode_chat(tokenizer, chat: list[dict[str, str]], system: str | None = None) -> list[int]:
+def is_chat(prompt: str | list) -> bool:
+    return bool(prompt) and isinstance(prompt[0], dict)
+
+
+def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt for the next answer, by the model's own template. What a message says never
     becomes a control token.
 
-    chat: dicts with role and content, user and assistant in turn, user last. Raises UserError where there is
-    no template."""
+    chat: dicts with role and content: maybe system first, user and assistant in turn, user last. Raises
+    UserError where there is no template."""
     special, template = tokenizer.special_tokens, tokenizer.chat_template
     if not template:
         raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
-    chat = ([{"role": "system", "content": system}] if system else []) + chat
     # A mark in each control token's name that a message holds: no name is found there, all else stays.
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     said = "".join([template, *special, *(message["content"] for message in chat)])
@@ -332,14 +379,9 @@ def artifact_for(source: Path | ModelConfig, method: str, model: Llama) -> compr
 
 
 def load(
-    source: Path | ModelConfig,
-    device: str,
-    dtype: str = "auto",
-    weights=None,
-    method="dense",
-    options=None,
-    seed=0,
-) -> tuple[Llama, object]:
+    source: Path | ModelConfig, device: str, dtype: str = "auto", weights: str | None = None, method="dense",
+    options: dict | None = None, seed=0
+) -> tuple[Llama, object]:  # fmt: skip
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
     weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
@@ -348,7 +390,7 @@ def load(
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
     if isinstance(source, ModelConfig):
-        config = dataclasses.replace(source, max_positions=1 << 20)
+        config = replace(source, max_positions=1 << 20)
         return model_file.random_model(config, *place, seed, fold), None
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
@@ -374,33 +416,9 @@ def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int,
     for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
         share = free_memory(torch.device(kind)) / max(1, rows * needed)
         if share < 1:
-            size = (
-                f"the {method} cache of {rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
-            )
+            size = f"{rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
             fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
-            raise UserError(f"not enough memory: {size}; {fits}")
-
-
-def build_engine(
-    source: Path | ModelConfig, model: Llama, method: str, options: dict, rows: int, capacity: int,
-    sampling: Sampling, compiled: bool | None = None, kernel: bool | None = None, prefill_chunk=None
-) -> Engine:  # fmt: skip
-    """An engine for a model of `load`, whose weights it may change. compiled, kernel: None for where they
-    pay, on CUDA. Raises UserError where options, artifact, model and memory do not fit one another, before
-    anything is built."""
-    settings, artifact = settings_from(method, options), artifact_for(source, method, model)
-    check_memory(model, method, settings, artifact, rows, capacity)
-    context = Context(model, rows, capacity, kernel)
-    caches = method_named(method).build(model, settings, context, artifact)
-    if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
-        print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
-    graphed = context.device.type == "cuda"
-    try:
-        compiled = graphed if compiled is None else compiled
-        return Engine(model, caches, context, sampling, compiled, graphed, prefill_chunk)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        cause = str(error).split("\n")[0]
-        raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
+            raise UserError(f"not enough memory: the {method} cache of {size}; {fits}")
 
 
 # --------------------------------------------------------------------------------- from prompts to a report
@@ -425,35 +443,6 @@ def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, co
         raise UserError(f"prompt and new tokens need {longest} positions, not {capacity}; raise --context")
     check_capacity(capacity or longest, config, *["--context"] * bool(capacity))
     return capacity or longest
-
-
-def run_prompts(
-    engine: Engine, tokenizer, prompts: list[list[int]], asks: list[str], max_new_tokens: int,
-    ignore_eos: bool = False, seed: int = 0, emit: Callable | None = None
-) -> Output:  # fmt: skip
-    """Reads the prompts, then generates: once, or a line after each of `asks`. emit: as in decode_rows."""
-    torch.manual_seed(seed)
-    device, output = engine.context.device, Output([[] for _ in prompts])
-    stop_ids = set() if ignore_eos or tokenizer is None else tokenizer.stop_ids
-
-    def stops(ids: list[int]) -> bool:
-        return ids[-1] in stop_ids or bool(asks) and "\n" in tokenizer.decode(ids[-1:])
-
-    started = clock(device)
-    engine.prefill(prompts)
-    output.prefill_s = clock(device) - started
-    for question in [tokenizer.encode_continuation("\n" + ask) for ask in asks] or [[]]:
-        if question:
-            engine.feed([question])
-        read_s = clock(device) - started
-        stride = 16 if device.type == "cuda" and not asks else 1
-        answer = decode_rows(engine, max_new_tokens, stops, emit, stride)
-        output.first_token_s = output.first_token_s or read_s + answer.first_token_s
-        output.token_ids = [a + b for a, b in zip(output.token_ids, answer.token_ids, strict=True)]
-        output.decode_s, output.steps = output.decode_s + answer.decode_s, output.steps + answer.steps
-        output.answers.append(tokenizer.decode(answer.token_ids[0]).strip() if question else "")
-        output.asked += len(question)
-    return output
 
 
 def peak_memory(device: torch.device) -> int:
@@ -484,45 +473,270 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
 
 
-def report(engine: Engine, tokenizer, prompts: list[list[int]], output: Output) -> dict:
-    """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
-    context, model, caches = engine.context, engine.model, engine.caches
-    rows = list(zip(prompts, output.token_ids, strict=True))
-    lengths = [len(p) + output.asked + len(t) for p, t in rows]
-    table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
-    per_step = output.decode_s / max(1, output.steps)
-    rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
-    local = {
-        "cache_bytes_measured": sum(cache.measured() for cache in caches),
-        "cache_bytes_formula": sum(cache.formula() for cache in caches),
-        "cache_bytes_dense": dense_bytes(context) * len(caches),
-        "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
-        "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
-        "weights_bytes": weights,
-        "peak_memory_bytes": peak_memory(context.device),
-    }
-    by_rank = gathered(local)
-    read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
-    movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
-    return {
-        "device": device_name(context.device),
-        "dtype": str(context.dtype).removeprefix("torch."),
-        "prompt_tokens": [len(p) + output.asked for p in prompts],
-        "new_tokens": [len(t) for t in output.token_ids],
-        "token_ids": output.token_ids,
-        "text": [tokenizer.decode(t, after=p) if tokenizer else "" for p, t in rows],
-        "prefill_s": round(output.prefill_s, 4),
-        "first_token_s": round(output.first_token_s, 4),
-        "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
-        **{name: sum(each[name] for each in by_rank) for name in local},
-        "ranks": by_rank,
-        "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
-        "cache_tokens": context.batch_size * context.capacity,
-        "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
-        "bandwidth_share": round(read / movable, 4) if movable else None,
-        "capture_s": round(engine.capture_s, 3),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+class LLM:
+    """A model and a cache: prompts in, text out. The command line is a thin user of it.
+
+    source: a Hugging Face folder, None for the embedded model, or a ModelConfig, whose weights are random.
+    batch_size: rows (None: as many as there are prompts). context: tokens a row can hold (None: 4096, or what
+    the first prompts need). settings: the method's. All else, and what raises UserError, is the command
+    line's. A prompt is a text, token ids, or the messages of a chat, dicts with role and content."""
+
+    def __init__(
+        self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
+        context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
+        temperature=0.0, top_k=0, top_p=1.0, compiled=None, kernel=None, prefill_chunk=None, **settings
+    ):  # fmt: skip
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
+        self.method, self.options, self.seed, self.weights = method, settings, seed, weights
+        self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
+        self.settings, self.batch_size, self.context = settings_from(method, settings), batch_size, context
+        self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
+        self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
+        self.history: list[dict[str, str]] = []  # messages of `say`
+
+    def open(self, rows: int, need: int = 0) -> "LLM":
+        """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
+        where no context was given. UserError where settings, artifact, model and memory do not fit one
+        another, before anything is built."""
+        model, c, settings = self.model, self.model.config, self.settings
+        capacity = self.context or max(need, min(4096, c.max_positions, c.sliding_window or 4096))
+        check_capacity(capacity, c, "--context")
+        artifact = artifact_for(self.source, self.method, model)
+        check_memory(model, self.method, settings, artifact, rows, capacity)
+        context = Context(model, rows, capacity, self.kernel)
+        caches = method_named(self.method).build(model, settings, context, artifact)
+        if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
+            print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
+        graphed = context.device.type == "cuda"
+        how = graphed if self.compiled is None else self.compiled, graphed, self.prefill_chunk
+        try:
+            self.engine = Engine(model, caches, context, self.sampling, *how)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = str(error).split("\n")[0]
+            raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
+        self.told = [
+            [] for _ in range(rows)
+        ]  # ids that each row was given and made; it holds the first `pos`
+        torch.manual_seed(self.seed)
+        return self
+
+    def encode(self, prompt: str | list, after: list[int] = ()) -> list[int]:
+        """Token ids of a prompt, with those that it follows."""
+        if isinstance(prompt, str):
+            return [*after, *(self.tokenizer.encode_continuation if after else self.tokenizer.encode)(prompt)]
+        return encode_chat(self.tokenizer, prompt) if is_chat(prompt) else [*after, *prompt]
+
+    def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
+        """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
+        holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
+        max_new_tokens, do not fit."""
+        ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
+        capacity = self.engine.context.capacity if self.engine else self.context
+        need = check_lengths(ids, max_new_tokens, capacity, self.model.config)
+        engine = self.engine or self.open(self.batch_size or len(ids), need).engine
+        started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
+        rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
+        counts = [len(new) - len(old) * follow for new, old, _ in rows]
+        if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
+            if any(more := [new[n:] for new, _, n in rows]):
+                engine.feed(more + idle)
+            self.told[: len(ids)] = ids
+        else:
+            engine.prefill(ids + idle)
+            self.told = ids + idle
+        return self.begun(counts + [0] * len(idle), started)
+
+    def begun(self, prompt_tokens: list[int], started: float) -> Output:
+        """The output of rows that were read, and have made nothing yet."""
+        rows, took = len(self.told), clock(self.engine.context.device) - started
+        self.output = Output([[] for _ in range(rows)], [""] * rows, prompt_tokens, took, llm=self)
+        return self.output
+
+    def tokens(
+        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False, stride=1
+    ) -> Iterator[tuple[int, int]]:  # fmt: skip
+        """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
+        `output` has all. line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in
+        decode_tokens."""
+        rows = len(self.told) if self.engine else self.batch_size or len(prompts)
+        if len(prompts) > rows:
+            raise UserError(f"{len(prompts)} prompts are more than {rows} rows; set a larger batch_size")
+        prompts = [prompts[i % len(prompts)] for i in range(rows)]
+        output, decode = self.read(prompts, max_new_tokens, follow), self.tokenizer and self.tokenizer.decode
+        stop_ids = self.tokenizer.stop_ids if decode and not ignore_eos else set()
+
+        def stops(ids: list[int]) -> bool:
+            return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
+
+        yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
+        for row, ids in enumerate(output.token_ids):
+            output.text[row] = decode(ids, self.before(prompts[row], row)) if decode else ""
+            self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
+
+    def before(self, prompt: str | list, row: int) -> list[int]:
+        """The ids after which a row's text goes on: none where it is a chat's next message."""
+        return [] if is_chat(prompt) else self.told[row]
+
+    def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
+        """Text after each prompt. how: as in `tokens`."""
+        fast = self.model.norm.weight.is_cuda and not how.get("line")
+        prompts, how = [prompts] if isinstance(prompts, str) else prompts, {"stride": 16 if fast else 1} | how
+        for _ in self.tokens(prompts, max_new_tokens, **how):
+            pass
+        return self.output
+
+    def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
+        """The text after one prompt, piece by piece as its tokens are made."""
+        pieces = None
+        for _, token in self.tokens([prompt], max_new_tokens, **how):
+            pieces = pieces or StreamDecoder(self.tokenizer, self.before(prompt, 0))
+            yield pieces.push(token)
+        yield pieces.flush() if pieces else ""
+
+    def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
+        """The next message of a chat, by the model's own template."""
+        return self.generate([messages], max_new_tokens, **how)
+
+    def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
+        """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
+        the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
+        engine, history = self.engine or self.open(1).engine, self.history
+        history.append({"role": "user", "content": line})
+        first = sum(message["role"] == "system" for message in history)
+
+        def prompt() -> str | list:
+            texts = ("\n" * (message["role"] == "user") + message["content"] for message in history)
+            return history if chat else "".join(texts).removeprefix("\n")
+
+        turn = self.encode("\n" + line, self.told[0]) if self.told[0] and not chat else prompt()
+        while len(self.encode(turn)) + max_new_tokens > engine.context.capacity and history[first + 1 :]:
+            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
+            del history[first : first + 2]
+            turn = prompt()
+        yield from self.stream(turn, max_new_tokens)
+        history.append({"role": "assistant", "content": self.output.text[0]})
+
+    def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
+        """A line's answer to each question about what row 0 holds: one after another in it; or, if there are
+        more rows, all at once, each in a copy of it."""
+        rows, output, answers = len(self.told), self.output, []
+        if rows > 1:
+            self.fork(0, rows)
+            output.prompt_tokens = output.prompt_tokens[:1] * rows
+        for group in [questions] if rows > 1 else [[question] for question in questions]:
+            group = [f"\n{question}" for question in group]
+            made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
+            output, answers = output.then(made), answers + [text.strip() for text in made.text]
+        return output, answers[: len(questions)]
+
+    def fork(self, row: int, n: int) -> None:
+        """Makes the first n rows copies of one."""
+        length = int(self.engine.pos[row])
+        parts = self.engine.used(row, length)
+        for other in {*range(n)} - {row}:
+            self.engine.put(other, length, parts)
+            self.told[other] = self.told[row]
+
+    def held(self) -> dict[str, float]:
+        """Of all rows: tokens held; their bytes in all memory, of all ranks; these as a share of dense's."""
+        lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
+        parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths) if n)
+        size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
+        dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.capacity)
+        return {"tokens": tokens, "bytes": sum(gathered(size)), "share": size / max(1, dense)}
+
+    def identity(self) -> dict[str, str]:
+        """What a saved cache must agree on with this one. UserError for several processes."""
+        if ranks()[1] > 1:
+            raise UserError("a cache is saved and loaded by one process; leave out torchrun")
+        folder, artifact = self.source, method_named(self.method).artifact
+        fitted = artifact and not isinstance(folder, ModelConfig)
+        own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
+        own["dtype"] = str(self.model.norm.weight.dtype)
+        files = [compress.artifact_path(folder, artifact)] if fitted else []
+        own["artifact"] = model_file.fingerprint(files)
+        return compress.model_identity(self.model) | own
+
+    def save(self, path: str | Path) -> None:
+        """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be."""
+        rows = [(row, n) for row, n in enumerate(self.engine.pos.tolist()) if n]
+        parts = [self.engine.used(*row) | {"ids": torch.tensor(self.told[row[0]])} for row in rows]
+        tensors = {f"{i}.{name}": copied(x).cpu() for i, part in enumerate(parts) for name, x in part.items()}
+        facts = [n for _, n in rows], self.engine.context.capacity, self.history
+        compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
+
+    def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:
+        """Makes the rows those of a file of `save`, in turn, with room for max_new_tokens more. UserError
+        where the file is of another model, method or settings, or its rows do not fit."""
+        started, remedy = time.time(), "load it with the options that saved it, or save it again"
+        facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
+        lengths, context, history = json.loads(facts["rows"])
+        if not self.engine:
+            self.context = self.context or max(context, max(lengths) + max_new_tokens)
+            self.open(self.batch_size or len(lengths))
+        rows, capacity, saved = len(self.told), self.engine.context.capacity, []
+        for what, wanted, given in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
+            if wanted > given:
+                raise UserError(f"{path} needs a --{what} of {wanted}, not {given}; raise --{what}")
+        for i, n in enumerate(lengths):
+            here = self.engine.used(0, n)
+            saved.append({name: tensors.get(f"{i}.{name}") for name in [*here, "ids"]})
+            if any(saved[i][name] is None or saved[i][name].shape != x.shape for name, x in here.items()):
+                fault = f"saved with --context {context}, for which the budget is not that of {capacity}"
+                raise UserError(f"{path}: {fault}; give --context {context}")
+        for row in range(rows):
+            self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
+            self.told[row] = saved[row % len(saved)]["ids"].tolist()
+        self.history = history
+        return self.begun([*map(len, self.told)], started)
+
+    def report(self, output: Output) -> dict:
+        """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
+        context, model, caches = self.engine.context, self.model, self.engine.caches
+        made = zip(output.prompt_tokens, output.token_ids, strict=True)
+        lengths, dtype = [n + len(ids) for n, ids in made], str(context.dtype).removeprefix("torch.")
+        table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
+        per_step = output.decode_s / max(1, output.steps)
+        rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
+        local = {
+            "cache_bytes_measured": sum(cache.measured() for cache in caches),
+            "cache_bytes_formula": sum(cache.formula() for cache in caches),
+            "cache_bytes_dense": dense_bytes(context) * len(caches),
+            "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
+            "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
+            "weights_bytes": weights,
+            "peak_memory_bytes": peak_memory(context.device),
+        }
+        by_rank = gathered(local)
+        read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
+        movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
+        shapes = (name for name, shape in model_file.SHAPES.items() if shape is self.source)
+        return {
+            "method": self.method,
+            "variant": self.options.get("variant", "ours"),
+            "settings": dataclasses.asdict(self.settings),
+            "model": next(shapes, str(self.source)),
+            "seed": self.seed,
+            "device": device_name(context.device),
+            "dtype": dtype,
+            "prompt_tokens": output.prompt_tokens,
+            "new_tokens": [len(ids) for ids in output.token_ids],
+            "token_ids": output.token_ids,
+            "text": output.text,
+            "prefill_s": round(output.prefill_s, 4),
+            "first_token_s": round(output.first_token_s, 4),
+            "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
+            **{name: sum(each[name] for each in by_rank) for name in local},
+            "ranks": by_rank,
+            "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
+            "cache_tokens": context.batch_size * context.capacity,
+            "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
+            "bandwidth_share": round(read / movable, 4) if movable else None,
+            "capture_s": round(self.engine.capture_s, 3),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "weights": self.weights or dtype,
+        }
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -619,7 +833,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
     parser.option("--ask", str, None, "a question after it, answered in a line; repeat it", action="append")
-    parser.option("--batch_size", whole(1), None, "rows; the prompts are repeated to fill them")
+    parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
+    parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
+    parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
     parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
@@ -647,6 +863,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
+        (
+            args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK),
+            "--save_cache: no folder to write into; give another FILE",
+        ),
+        (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
         (args.chat and (args.ask or not one), "--chat needs a --prompt or --interactive, and takes no --ask"),
         (args.system and not args.chat, "--system needs --chat"),
     ):
@@ -671,9 +892,11 @@ def first_reads(read: Callable[[], str]) -> str:
     return gathered(None if ranks()[0] else read())[0]
 
 
-def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], int, list[str]]:
-    """Token ids of the prompts, the rows that they fill in turn, and the questions to ask after them."""
+def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
+    """Token ids of the prompts, and the questions to ask after them."""
     texts, asks, prompts = args.prompt or [], args.ask or [], []
+    if args.load_cache:
+        return [], asks
     if not texts:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
@@ -692,63 +915,66 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
         if not 0 < len(text) <= LONGEST_PROMPT:
             fault = "is longer than any model reads" if text else "is empty"
             raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
-        chat = [{"role": "user", "content": text}]
-        prompts.append(encode_chat(tokenizer, chat, args.system) if args.chat else tokenizer.encode(text))
+        chat = [*system_message(args), {"role": "user", "content": text}]
+        prompts.append(encode_chat(tokenizer, chat) if args.chat else tokenizer.encode(text))
     rows = args.batch_size or len(prompts)
-    if rows < len(prompts) or asks and rows > 1:
-        raise UserError("--batch_size is at least the number of prompts, and with --ask 1")
-    return prompts, rows, asks
+    if rows < len(prompts) or asks and len(prompts) > 1 or 1 < rows < len(asks):
+        raise UserError("--batch_size is at least the number of prompts, or of --ask; these take one prompt")
+    return prompts, asks
 
 
-def streamer(tokenizer, after: list[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """emit(row, token) prints a row's text as it is made, finish() its end; `after` are the ids before it."""
-    stream = StreamDecoder(tokenizer, after)
-    return lambda row, token: print(stream.push(token), end="", flush=True), lambda: print(stream.flush())
+def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
+    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
+    names = "batch_size context device dtype weights temperature top_k top_p seed prefill_chunk".split()
+    how = {name: getattr(args, name) for name in names} | {"compiled": args.compile, "kernel": args.kernels}
+    return LLM(source, method, **how, **options)
+
+
+def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
+    """Reads or loads the prompts, with room for what comes after."""
+    rows = args.batch_size or len(prompts)
+    more = [len(llm.encode(f"\n{ask}", [0])) + args.max_new_tokens for ask in asks] or [args.max_new_tokens]
+    more = max(more) if rows > 1 else sum(more)
+    if args.load_cache:
+        return llm.load(args.load_cache, more)
+    llm.context = check_lengths(prompts, more, args.context, llm.model.config)
+    llm.open(rows)
+    output = llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
+    if args.save_cache:
+        llm.save(args.save_cache)
+    return output
 
 
 def run_generate(args: argparse.Namespace) -> None:
-    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    folder = source, args.device, args.dtype, args.weights
-    model, tokenizer = load(*folder, args.method, args.options, args.seed)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    how = sampling, args.compile, args.kernels, args.prefill_chunk
+    llm = llm_of(args, args.method, args.options)
     if args.interactive:
-        c = model.config
-        capacity = args.context or min(4096, c.max_positions, c.sliding_window or 4096)
-        check_capacity(capacity, c, "--context")
-        engine = build_engine(source, model, args.method, args.options, 1, capacity, *how)
-        return run_interactive(engine, tokenizer, args)
-    prompts, rows, asks = read_prompts(args, tokenizer, model.config)
-    asked = sum(len(tokenizer.encode_continuation("\n" + ask)) + args.max_new_tokens for ask in asks)
-    capacity = check_lengths(prompts, asked or args.max_new_tokens, args.context, model.config)
-
-    engine = build_engine(source, model, args.method, args.options, rows, capacity, *how)
-    prompts = [prompts[i % len(prompts)] for i in range(rows)]
-    run = prompts, asks, args.max_new_tokens, args.ignore_eos, args.seed
-    streamed = tokenizer is not None and rows == 1 and not asks and not args.json
-    emit, finish = streamer(tokenizer, prompts[0]) if streamed else (None, None)
-    output = run_prompts(engine, tokenizer, *run, emit)
-    figures = {
-        "method": args.method,
-        "variant": args.options.get("variant", "ours"),
-        "settings": dataclasses.asdict(settings_from(args.method, args.options)),
-        "model": str(args.random_weights or args.checkpoint),
-        "seed": args.seed,
-        **report(engine, tokenizer, prompts, output),
-    }
-    figures["weights"] = args.weights or figures["dtype"]
-    answers = {args.method: output.answers}
-    if asks and args.method != "dense" and not args.json and not model.config.elitekv:
-        del engine, model  # the method may have changed the weights
-        engine = build_engine(source, load(*folder)[0], "dense", {}, rows, capacity, *how)
-        answers["dense"] = run_prompts(engine, tokenizer, *run).answers
+        return run_interactive(llm, args)
+    prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
+    output, answers = begin(llm, args, prompts, asks), {}
+    how = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos}
+    streamed = llm.tokenizer is not None and len(llm.told) == 1 and not asks and not args.json
+    if asks:
+        output, answers[args.method] = llm.ask(asks, **how)
+    elif streamed:
+        for piece in llm.stream("", follow=True, **how):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        llm.generate([""], follow=True, **how)
+    figures = (output if asks else output.then(llm.output)).report
+    if asks and not (args.method == "dense" or args.json or args.load_cache or llm.model.config.elitekv):
+        del llm, output  # the method may have changed the weights
+        begin(llm := llm_of(args, "dense", {}), args, prompts, asks)
+        _, answers["dense"] = llm.ask(asks, **how)
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
         for method, said in answers.items():
             print(f"  {method + ':':10} {said[i]}")
-    if streamed:
-        finish()
-    elif tokenizer and not asks:
+    if llm.tokenizer and not asks and not streamed:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
     print(file=sys.stderr)
@@ -759,41 +985,23 @@ def run_generate(args: argparse.Namespace) -> None:
         print(json.dumps(figures, separators=(",", ":")))
 
 
-def run_interactive(engine: Engine, tokenizer, args: argparse.Namespace) -> None:
+def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    capacity = engine.context.capacity
-    history, transcript, held = [], [], 0  # messages, token ids, and how many of these the cache holds
-
-    def read_history() -> list[int]:
-        if args.chat:
-            return encode_chat(tokenizer, history, args.system)
-        return tokenizer.encode("".join(message["content"] for message in history).removeprefix("\n"))
-
-    torch.manual_seed(args.seed)
+    llm.open(1).history = system_message(args)
+    if args.load_cache:
+        llm.load(args.load_cache)
+    dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
     while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
-        if not (line := line.rstrip("\n")):
-            continue
-        history.append({"role": "user", "content": line if args.chat or not history else "\n" + line})
-        goes_on = transcript and not args.chat
-        ids = transcript + tokenizer.encode_continuation("\n" + line) if goes_on else read_history()
-        while len(ids) + args.max_new_tokens > capacity and len(history) > 1:
-            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
-            del history[:2]
-            ids = read_history()
-        check_lengths([ids], args.max_new_tokens, capacity, engine.model.config)
-        if held and ids[:held] == transcript[:held]:
-            engine.feed([ids[held:]])
-        else:  # the first turn, or a template that rewrites the past
-            engine.prefill([ids])
-        after = () if args.chat else ids
-        emit, finish = streamer(tokenizer, after)
-        output = decode_rows(engine, args.max_new_tokens, lambda ids: ids[-1] in tokenizer.stop_ids, emit)
-        finish()
-        made = output.token_ids[0]
-        history.append({"role": "assistant", "content": tokenizer.decode(made, after)})
-        stop = [] if output.stop_token is None else [output.stop_token]
-        transcript, held = [*ids, *made, *stop], int(engine.pos[0])  # the last token may not be written yet
+        if line := line.rstrip("\n"):
+            for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
+                print(piece, end="", flush=True)
+            held = llm.held()
+            told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
+            print(flush=True)
+            print(f"{dim}{told}{normal}", file=sys.stderr)
     print()
+    if args.save_cache:
+        llm.save(args.save_cache)
 
 
 def leave(code: int, line: str) -> None:

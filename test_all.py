@@ -56,7 +56,7 @@ import kernels
 import model as model_file
 from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
 from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
-from generate import Engine, Output, Sampling, decode_rows
+from generate import Engine, Sampling, decode_rows
 from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
 
@@ -181,6 +181,7 @@ WIDE = {"fdc"}  # whose ranks are multiples of 16: they differ in wide heads onl
 CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
 BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
 OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
+OF_THE_CAPACITY = set()  # methods whose steps know what the cache can hold
 EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
@@ -525,6 +526,57 @@ def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
     got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
         assert error(got[:, row], logits_through(alone, [prompts[row]], [more[row]], 2)[:, 0]) < 1e-12
+
+
+def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
+    """An LLM of a tiny model, in fp64, without a tokenizer."""
+    model = tiny_model(head_dim=width_for(method)).double()
+    with mock.patch.object(generate, "load", lambda *_: (model, None)):
+        llm = generate.LLM(model.config, method, device="cpu", **options)
+    llm.engine, llm.told = make_engine(model, method, rows, capacity, block=16, **options), [[]] * rows
+    return llm
+
+
+def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """What each row makes of what it holds, and of three tokens after that; with its last logits."""
+    first = decode_rows(engine, 9, lambda _: False).token_ids
+    engine.feed([[5, 6, 7]] * len(engine.tokens))
+    return [
+        *zip(first, decode_rows(engine, 6, lambda _: False).token_ids, engine.logits.clone(), strict=True)
+    ]
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_rows_go_on_alike_after_they_were_saved_and_loaded_or_forked(method, options, tmp_path):
+    """Ragged rows after some steps, into a cache that has held others: to the bit, where it is not larger."""
+    first, again, larger = (llm_over(method, 3, capacity, **options) for capacity in (110, 110, 150))
+    first.generate([random_ids(n, n) for n in (70, 9, 33)], 5)
+    first.save(tmp_path / "cache")
+    for llm in (again, larger):
+        llm.generate([random_ids(n, 100 + n) for n in (30, 90, 50)], 10)
+        llm.load(tmp_path / "cache")
+        assert llm.told == first.told and llm.engine.pos.equal(first.engine.pos)
+    expected, found, near = (goes_on(llm.engine) for llm in (first, again, larger))
+    for (*tokens, logits), (*same, bits), (*also, close) in zip(expected, found, near, strict=True):
+        assert tokens == same and logits.equal(bits)
+        assert method in OF_THE_CAPACITY or tokens == also and error(close, logits) < 1e-12
+    again.load(tmp_path / "cache")
+    again.fork(2, 2)
+    for (*tokens, logits), source in zip(goes_on(again.engine), (2, 2, 2), strict=True):
+        assert tokens == [*expected[source][:2]] and error(logits, expected[source][2]) < 1e-12
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_a_saved_row_is_as_large_as_the_ledger_of_a_cache_that_it_fills(method, options, tmp_path):
+    llm = llm_over(method, 2, 128, **options)
+    for n in (64, 128):
+        llm.read([random_ids(n)])
+        llm.save(tmp_path / "cache")
+        saved = load_file(tmp_path / "cache")
+        size = sum(x.nbytes for name, x in saved.items() if re.match(r"0\.\d+\.", name))
+        caches = llm_over(method, 1, n, **options).engine.caches
+        assert size == sum(cache.formula() + cache.host_bytes() for cache in caches) == llm.held()["bytes"]
+        assert not any(name.startswith("1.") for name in saved)  # an empty row
 
 
 def forms(tests) -> list:
@@ -2196,9 +2248,9 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
             expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:
             with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
-                generate.encode_chat(tokenizer, chat, system)
+                generate.encode_chat(tokenizer, messages)
         else:
-            assert generate.encode_chat(tokenizer, chat, system) == expected
+            assert generate.encode_chat(tokenizer, messages) == expected
 
 
 def test_no_message_becomes_a_control_token(tmp_path):
@@ -2790,27 +2842,83 @@ def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
     assert bool(calls) == wide
 
 
+# ---- copied into another project
+
+
+@functools.cache
+def definitions() -> dict[str, tuple[str, ast.stmt]]:
+    """What three files define, by name: the file, and the node; in order."""
+    found = {}
+    for file in ("kernels.py", "model.py", "compress.py"):
+        for node in ast.parse((ROOT / file).read_text()).body:
+            names = [node.name] if hasattr(node, "name") else map(ast.unparse, getattr(node, "targets", ()))
+            found |= dict.fromkeys(names, (file, node))
+    return found
+
+
+def to_copy(name: str) -> list[str]:
+    """The names of what a function needs of these files, and itself, in an order that Python can run."""
+    known, needed = definitions(), [name]
+    for each in needed:  # it grows
+        parts = [*ast.walk(known[each][1])]
+        names = [part for part in parts if isinstance(part, ast.Name)]
+        own = {part.id for part in names if isinstance(part.ctx, ast.Store)}
+        own |= {part.arg for part in parts if isinstance(part, ast.arg)}
+        used = [part.id for part in names if part.id not in own]
+        of_modules = (part for part in parts if isinstance(part, ast.Attribute))
+        used += [part.attr for part in of_modules if ast.unparse(part.value) in ("kernels", "model_file")]
+        needed += dict.fromkeys(x for x in used if x in known and x not in needed)
+    return [each for each in known if each in needed]
+
+
+def listed(name: str) -> str:
+    """What README shows of to_copy: a paragraph a file."""
+    files = itertools.groupby(to_copy(name), lambda each: definitions()[each][0])
+    return "\n".join(textwrap.fill(f"{file}: {', '.join(names)}", 110) for file, names in files)
+
+
+def copied(name: str, folder: Path):
+    """A module in a folder of its own, with nothing else of this project: that, and the files' imports."""
+    files = dict.fromkeys(file for file, _ in definitions().values())
+    lines = [ast.unparse(node) for file in files for node in ast.parse((ROOT / file).read_text()).body
+             if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]  # fmt: skip
+    lines = [line for line in dict.fromkeys(lines) if not re.match(r"(from|import) (kernels|model)\b", line)]
+    lines += dict.fromkeys(ast.unparse(definitions()[each][1]) for each in to_copy(name))
+    (folder / "copied.py").write_text("\n".join(lines).replace("kv_kernels", f"kv_copied_{name}"))
+    spec = importlib.util.spec_from_file_location("copied", folder / "copied.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
+    """From no tokens on, on plain tensors. README lists what is copied."""
+    readme, c, (q, k, v) = (ROOT / "README.md").read_text(), tiny_config(), stream(40)
+    assert listed("sals_step_ours") in readme and listed("launch_select") in readme
+    module, found = copied("sals_step_ours", tmp_path), []
+    lead, cos, sin = 16, *(table[:40] for table in rope_tables(c, 40, CPU))
+    maps = orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
+    for source in (compress, module):
+        rope = lambda x, at: source.apply_rope(x, cos[at], sin[at])  # noqa: B023, E731
+        new = (
+            *kernels.quantize_mixed(torch.zeros(0, 40), lead),
+            *kernels.quantize_spread(v[:0], 4),
+            k[:0],
+            v[:0],
+        )
+        for i in range(40):
+            out, _, new = source.sals_step_ours(
+                q[i], k[i], v[i], new, maps, lead, 4, (2, 10, 4), rope, (1, cos, sin), (1, cos, sin)
+            )
+            found.append(out)
+    assert torch.equal(torch.stack(found[40:]), torch.stack(found[:40])) and out.isfinite().all()
+    assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
+
+
 @pytest.mark.parametrize("name", ["attend", "scores", "select"])
 def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monkeypatch):
     """Copied with the functions and constants that it names, and they name."""
-    file, known, copied = ast.parse((ROOT / "kernels.py").read_text()), {}, []
-    for node in file.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            known[node.name] = node
-        elif isinstance(node, ast.Assign):
-            known |= {target.id: node for target in node.targets}
-        elif not isinstance(node, ast.Expr):
-            copied.append(node)  # imports, and what stands in for triton
-    copied.append(known[f"launch_{name}"])
-    for node in copied:  # it grows
-        named = (known.get(x.id) for x in ast.walk(node) if isinstance(x, ast.Name))
-        copied += dict.fromkeys(x for x in named if x and x not in copied)
-    text = "\n".join(map(ast.unparse, sorted(copied, key=lambda node: node.lineno)))
-    (tmp_path / "copied.py").write_text(text.replace("kv_kernels", f"kv_copied_{name}"))
-    spec = importlib.util.spec_from_file_location("copied", tmp_path / "copied.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert len(text) < len(ast.unparse(file)) * 0.6
+    module = copied(f"launch_{name}", tmp_path)
+    assert (tmp_path / "copied.py").stat().st_size < (ROOT / "kernels.py").stat().st_size * 0.6
     monkeypatch.setattr(kernels, f"launch_{name}", getattr(module, f"launch_{name}"))
     if name == "attend":
         sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
@@ -3746,7 +3854,7 @@ DAMAGE = [
     ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    ("fitted to another model", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
+    ("of another fingerprint", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
 ]
 
 
@@ -3952,6 +4060,64 @@ def test_questions_count_as_read(cli, monkeypatch):
     assert asked["bytes_read_per_step"] == token * (asked["prompt_tokens"][0] + made)
 
 
+def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
+    """From a file, and in a batch: as if each question were the only one after the prompt."""
+    line, end = (
+        "generate --method sals --prompt 'once upon a time'",
+        f"--max_new_tokens 6 --save_cache {tmp_path}/c",
+    )
+    alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
+    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
+    both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
+    for name in ("token_ids", "text", "prompt_tokens"):
+        assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
+        assert cli.json(f"{load} --ask 'where is it'")[name] == alone[1][name]
+        assert cli.json(load)[name] == cli.json(f"{line} --max_new_tokens 6")[name]
+    report = cli.json(f"{load} --ask 'who is it' --batch_size 2")
+    assert report["token_ids"] == alone[0]["token_ids"] * 2
+    assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1  # no dense one has it
+    # A conversation goes on where it was saved.
+    talk = "generate --interactive --max_new_tokens 6 --context 80"
+    whole, *parts = (cli(f"{talk} {cache}", stdin=turns)[1] for cache, turns in (
+        ("", "hello\nhow are you\n"),
+        (f"--save_cache {tmp_path}/d", "hello\n"),
+        (f"--load_cache {tmp_path}/d", "how are you\n"),
+    ))  # fmt: skip
+    assert whole == parts[0].removesuffix("> \n") + parts[1]
+    assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", cli.err, re.M)
+
+
+def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
+    line, file = "generate --max_new_tokens 4 --method lrqk --recent 8", tmp_path / "c"
+
+    def told(options: str) -> str:
+        return cli.refusal(f"{line} --k 20 --load_cache {file} {options}")
+
+    assert cli(f"{line} --k 20 --prompt 60 --prompt 9 --save_cache {file}")[0] == 0
+    assert cli(f"{line} --k 20 --load_cache {file} --context 99")[0] == 0
+    assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
+    assert "of another settings (" in told("--k 9")
+    assert "of another weights (None, here int8); load it with the options that" in told("--weights int8")
+    assert "of another dtype (torch.float32, here torch.bfloat16)" in told("--dtype bf16")
+    assert "needs a --batch_size of 2, not 1; raise --batch_size" in told("--batch_size 1")
+    assert "needs a --context of 60, not 40; raise --context" in told("--context 40")
+    assert "need 64 positions, not 62; raise --context" in told("--context 62")
+    assert "has the prompt; give --ask" in told("--prompt 5")
+    assert "no folder to write into" in cli.refusal("generate --prompt 5 --save_cache nowhere/c")
+    assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")
+    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
+    assert "of another fingerprint (" in told("")
+    truncate(file)
+    assert "truncated or damaged" in told("")
+    # A budget that was cut by the cache is another in a larger one.
+    assert cli(f"{line} --k 99 --prompt 60 --save_cache {file}")[0] == 0
+    assert "saved with --context 64, for which" in cli.refusal(
+        f"{line} --k 99 --load_cache {file} --context 150"
+    )
+    assert "one process; leave out torchrun" in cli.refusal(f"torchrun 2 {line} --load_cache {file}")
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+
+
 @needs_cuda
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_commands_run_on_cuda(method, cli):
@@ -3996,8 +4162,9 @@ def test_help_names_every_setting(method, cli):
 
 def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
     seen = []
-    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode_rows(engine, *args)  # noqa: E731
-    monkeypatch.setattr(generate, "decode_rows", spy)
+    decode = generate.decode_tokens
+    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode(engine, *args)  # noqa: E731
+    monkeypatch.setattr(generate, "decode_tokens", spy)
     turns = "hello\nhow are you\n"
     code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
     assert code == 0 and out.count("> ") == 3
@@ -4401,14 +4568,14 @@ def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
     assert first["kl python"] == 0 < second["kl python"] < 0.1
 
 
-def test_report_counts_rows_lengths_and_the_text_after_the_prompt():
-    engine, tokenizer = make_engine(tiny_model(), "dense", 3, 60), load_tokenizer(NANO)
-    prompts, new = [tokenizer.encode("hello")] * 3, tokenizer.encode_continuation(" world")
-    report = generate.report(engine, tokenizer, prompts, Output([new] * 3, decode_s=2.0, steps=8))
-    assert report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
-    length = len(prompts[0]) + len(new)
-    assert report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
-    assert report["text"] == [" world"] * 3
+def test_report_counts_rows_and_lengths(checkpoint):
+    llm = generate.LLM(checkpoint, device="cpu")
+    new = llm.tokenizer.encode_continuation(" world")
+    answer = llm.read(["hello"] * 3)
+    answer.steps, answer.decode_s, answer.token_ids, answer.text = 8, 2.0, [new] * 3, [" world"] * 3
+    assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+    length = len(llm.tokenizer.encode("hello")) + len(new)
+    assert answer.report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
 
 
 def test_progress_is_on_stderr(monkeypatch, capsys):

@@ -188,7 +188,7 @@ class H2oCache(SlotCache):
         super().__init__(context, settings)
         self.recent = settings.budget(context.capacity)[2]
         self.table("attention", *self.position.shape[1:], dtype=torch.float32)
-        self.table("left", fill=context.capacity)  # tokens, by the prompt
+        self.table("start")  # the prompt's length
 
     def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
         """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
@@ -200,7 +200,7 @@ class H2oCache(SlotCache):
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
-        self.left[row] = self.context.capacity - span.stop
+        self.start[row] = span.stop
         return kept
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
@@ -220,9 +220,14 @@ class H2oCache(SlotCache):
             q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-        part = 1 - (self.context.capacity - now[..., None]) / self.left[:, None, None, None]
+        start = self.start[:, None, None, None]
+        part = (now[..., None] - start) / (self.context.capacity - start)  # of what may be generated
         self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
         return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
+
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        slots = {name: getattr(self, name)[row, :, :n] for name in ("position", "attention")}
+        return super().used(row, n) | slots
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
@@ -360,6 +365,9 @@ class QuestCache(ProxyCache):
             bounds, *self.proxies.scored(last), last, self.scale, "largest", kernel=self.kernel
         )
         return self.select_pages(scores, pos, 1)
+
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        return super().used(row, n) | {"proxies.vectors": self.proxies.vectors[row, :, : -(-n // self.page)]}
 
     def score_bytes(self, length: int) -> int:
         return super().score_bytes(-(-length // self.page))
@@ -625,6 +633,9 @@ class Fp8Store(Int8Store):
     def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
         return weights @ self.read(pos).to(weights.dtype)
 
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        return super().used(row, n) | {"scale": self.scale[row]}
+
     def formula(self) -> int:
         return super().formula() + self.scale.nbytes
 
@@ -852,6 +863,10 @@ class ShadowKvCache(Cache):
         ).masked_fill(outlier, -torch.inf)
         best = kernels.select(scores, last, (0, self.selected // self.chunk, 0), kernel=self.kernel)
         return page_tokens(best, self.chunk)
+
+    def used(self, row: int, n: int) -> dict[str, Tensor]:
+        begun = self.landmark[row, :, : -(-n // self.chunk)]
+        return super().used(row, n) | {"latent": self.latent[row, :n], "landmark": begun}
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""

@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import calibrate
 from calibrate import ANSWER_ROOM, NANO, TASKS, replacing, save_csv, text_ids, writable_file, writable_folder
-from compress import settings_from
-from generate import Engine, Parser, Sampling, clock, whole
+from generate import LLM, Engine, Parser, clock, whole
 from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
@@ -67,15 +66,15 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
     config, capacity = dataclasses.replace(shapes[row.shape], **changes), row.tokens + ROOM
-    model, _ = generate.load(config, device, args.dtype, args.weights, args.method, args.options)
-    sequences, how = row.sequences, (Sampling(), args.compile, args.kernels)
+    how = {"dtype": args.dtype, "weights": args.weights, "compiled": args.compile, "kernel": args.kernels}
+    llm = LLM(config, args.method, context=capacity, device=device, **how, **args.options)
+    sequences = row.sequences
     if not sequences:
-        settings = settings_from(args.method, args.options)
-        artifact = generate.artifact_for(config, args.method, model)
-        needs = generate.row_bytes(model, args.method, settings, artifact, capacity).items()
+        artifact = generate.artifact_for(config, args.method, llm.model)
+        needs = generate.row_bytes(llm.model, args.method, llm.settings, artifact, capacity).items()
         fits = (free_memory(torch.device(kind)) / max(1, needed) for kind, needed in needs)
         sequences = max(1, int(share * min(fits)))
-    engine = generate.build_engine(config, model, args.method, args.options, sequences, capacity, *how)
+    engine = llm.open(sequences).engine
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
             if part.dtype == torch.float8_e4m3fn:  # which has no random_; from 127 on NaN
