@@ -515,9 +515,7 @@ class LLM:
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
-        self.told = [
-            [] for _ in range(rows)
-        ]  # ids that each row was given and made; it holds the first `pos`
+        self.told = [[] for _ in range(rows)]  # ids that a row was given and made: it holds the first `pos`
         torch.manual_seed(self.seed)
         return self
 
@@ -937,7 +935,8 @@ def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
 def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
     """Reads or loads the prompts, with room for what comes after."""
     rows = args.batch_size or len(prompts)
-    more = [len(llm.encode(f"\n{ask}", [0])) + args.max_new_tokens for ask in asks] or [args.max_new_tokens]
+    asked = [len(llm.encode(f"\n{ask}", [0])) - 1 for ask in asks] or [0]
+    more = [n + args.max_new_tokens for n in asked]
     more = max(more) if rows > 1 else sum(more)
     if args.load_cache:
         return llm.load(args.load_cache, more)
@@ -960,11 +959,11 @@ def run_generate(args: argparse.Namespace) -> None:
     if asks:
         output, answers[args.method] = llm.ask(asks, **how)
     elif streamed:
-        for piece in llm.stream("", follow=True, **how):
+        for piece in llm.stream([], follow=True, **how):
             print(piece, end="", flush=True)
         print()
     else:
-        llm.generate([""], follow=True, **how)
+        llm.generate([[]], follow=True, **how)
     figures = (output if asks else output.then(llm.output)).report
     if asks and not (args.method == "dense" or args.json or args.load_cache or llm.model.config.elitekv):
         del llm, output  # the method may have changed the weights

@@ -181,7 +181,7 @@ WIDE = {"fdc"}  # whose ranks are multiples of 16: they differ in wide heads onl
 CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
 BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
 OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
-OF_THE_CAPACITY = set()  # methods whose steps know what the cache can hold
+OF_THE_CAPACITY = {"kivi"}  # methods whose steps know what the cache can hold, if only by fp32's sums
 EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
@@ -4172,7 +4172,7 @@ def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, 
     ids = tokenizer.encode("hello")
     engine.prefill([ids])
     output = decode_rows(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
-    ids += output.token_ids[0] + ([] if output.stop_token is None else [output.stop_token])
+    ids += output.token_ids[0] + output.stopped.get(0, [])
     engine.prefill([ids + tokenizer.encode_continuation("\nhow are you")])
     assert error(seen[1], engine.logits) < 1e-5
 

@@ -1313,8 +1313,9 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
     given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8, (80,), written=True)
     first, *others = given[2]
     stored = first[:, :1] if joint else first
-    context = torch.empty(stored.numel() + 1, dtype=first.dtype, device=DEVICE)
-    shifted = context[1:].view(stored.shape).copy_(stored).expand(first.shape)
+    shift = 4 // first.element_size()  # a whole word, which codes are read by
+    context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
+    shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
     close(kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
     assert asked
 
