@@ -761,9 +761,10 @@ def run_train(args: argparse.Namespace) -> None:
     lr = args.lr or (5e-4 if args.source else 2e-3)
     loop = (lr, args.seed, args.workers, args.state, args.minutes, args.log, teacher, args.distill)
     done = train(model.to(device), hay, stages, *loop)
-    save_checkpoint(model, args.out, args.source)
     if not args.source and home != args.out:
-        shutil.copy(home / "tokenizer.model", args.out)
+        with replacing(args.out, "tokenizer") as partial:
+            shutil.copy(home / "tokenizer.model", partial)
+    save_checkpoint(model, args.out, args.source)
     print("finished" if done else "not finished: the same command goes on, if it had a --state")
 
 
@@ -1383,9 +1384,11 @@ def run_eval(args: argparse.Namespace) -> dict:
 
     capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
     for prompts, _ in texts.values():
-        capacities[args.continuation + max(map(len, prompts))] = len(prompts)
+        n = args.continuation + max(map(len, prompts))
+        capacities[n] = max(len(prompts), capacities.get(n, 0))
     check_candidates(candidates, args, capacities)
     if args.generate:
+        prompts, _ = texts["written"]
         texts["written"] = prompts, written(candidates[0], args, prompts)
     for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task

@@ -470,8 +470,9 @@ class Cache(nn.Module):
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """K after RoPE and V [<= n, Hkv, D] that a method keeps of a row's first n tokens."""
         stored = self.keys.past(row, n), self.values.past(row, n)
-        beside = zip(self.window, stored, strict=True) if self.window else ()
-        return tuple(window.overlay(row, x) for window, x in beside) or stored
+        if not self.window:
+            return stored
+        return tuple(window.overlay(row, x) for window, x in zip(self.window, stored, strict=True))
 
     def report_selected(self, pos: Tensor, index: Tensor, live: Tensor, recent: int = 0) -> None:
         """Decode tells evaluation here which tokens it attends if not all: index [B, n] for all heads,
@@ -575,6 +576,16 @@ class DenseCache(Cache):
 def dense_bytes(context: Context) -> int:
     """Bytes of a dense cache of one layer: B x capacity x 2 Hkv D."""
     return context.batch_size * context.capacity * 2 * context.config.kv_dim * context.dtype.itemsize
+
+
+def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
+    """Bytes of all layers by name: on the device measured and by formula, of dense, and on the host."""
+    return {
+        "cache_bytes_measured": sum(cache.measured() for cache in caches),
+        "cache_bytes_formula": sum(cache.formula() for cache in caches),
+        "cache_bytes_dense": sum(dense_bytes(cache.context) for cache in caches),
+        "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
+    }
 
 
 def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:

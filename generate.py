@@ -17,6 +17,7 @@ import random
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -41,13 +42,14 @@ from torch.distributed.rendezvous import rendezvous
 import compress
 import kernels
 import model as model_file
-from compress import Cache, Context, dense_bytes, load_artifact, method_named, settings_from
+from compress import Cache, Context, cache_bytes, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COUNT = re.compile("[0-9]{1,4000}")  # as a prompt: so many random tokens
 LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
+FIRST = torch.zeros(1, dtype=torch.int64)  # an index: kernels copy by it, which reach host memory, too
 
 
 class Progress:
@@ -224,7 +226,7 @@ class Engine:
         for cache in self.caches:
             cache.clear(row)
         for name, x in self.used(row, n).items():
-            x[None][torch.zeros(1, dtype=torch.int64)] = parts[name].to(x.device)  # as `copied` has it
+            x[None][FIRST] = parts[name].to(x.device)
 
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
@@ -233,25 +235,19 @@ class Engine:
             raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
 
 
-def copied(x: Tensor) -> Tensor:
-    """A copy of a view, by an index: kernels make it, which reach host memory as if it were the GPU's."""
-    return x[None][torch.zeros(1, dtype=torch.int64)][0]
-
-
 @dataclass
 class Output:
     """What was generated in each row, and the seconds it took."""
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # that were read
+    prompt_tokens: list[int] = field(default_factory=list)  # of the prompt; with follow of what came after
+    before: list[int] = field(default_factory=list)  # tokens that it followed
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
     steps: int = 0
-    stopped: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # row -> its stop token, no part of the output
+    stopped: dict[int, list[int]] = field(default_factory=dict)  # row -> its stop token, not in token_ids
     llm: "LLM | None" = field(default=None, repr=False)
 
     @property
@@ -261,10 +257,7 @@ class Output:
 
     def then(self, more: "Output") -> "Output":
         """This one and what follows it in the same rows, as one."""
-        lists = (
-            (name, getattr(self, name), getattr(more, name))
-            for name in ("token_ids", "text", "prompt_tokens")
-        )
+        lists = ((x, getattr(self, x), getattr(more, x)) for x in ("token_ids", "text", "prompt_tokens"))
         rows = {name: [a + b for a, b in zip(old, new, strict=True)] for name, old, new in lists}
         first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
         decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
@@ -493,6 +486,7 @@ class LLM:
         self.settings, self.batch_size, self.context = settings_from(method, settings), batch_size, context
         self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
         self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
+        self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
         self.history: list[dict[str, str]] = []  # messages of `say`
 
     def open(self, rows: int, need: int = 0) -> "LLM":
@@ -515,7 +509,7 @@ class LLM:
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
-        self.told = [[] for _ in range(rows)]  # ids that a row was given and made: it holds the first `pos`
+        self.told = [[] for _ in range(rows)]
         torch.manual_seed(self.seed)
         return self
 
@@ -535,7 +529,8 @@ class LLM:
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine
         started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
         rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
-        counts = [len(new) - len(old) * follow for new, old, _ in rows]
+        before = [len(old) * follow for old in self.told]
+        counts = [len(new) - n for new, n in zip(ids, before, strict=False)]
         if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
             if any(more := [new[n:] for new, _, n in rows]):
                 engine.feed(more + idle)
@@ -543,12 +538,14 @@ class LLM:
         else:
             engine.prefill(ids + idle)
             self.told = ids + idle
-        return self.begun(counts + [0] * len(idle), started)
+        return self.begun(counts + [0] * len(idle), before, started)
 
-    def begun(self, prompt_tokens: list[int], started: float) -> Output:
+    def begun(self, prompt_tokens: list[int], before: list[int], started: float) -> Output:
         """The output of rows that were read, and have made nothing yet."""
         rows, took = len(self.told), clock(self.engine.context.device) - started
-        self.output = Output([[] for _ in range(rows)], [""] * rows, prompt_tokens, took, llm=self)
+        itself = weakref.proxy(self)  # else `del llm` would not free the model
+        empty = [[] for _ in range(rows)], [""] * rows
+        self.output = Output(*empty, prompt_tokens, before, took, llm=itself)
         return self.output
 
     def tokens(
@@ -557,7 +554,9 @@ class LLM:
         """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
         `output` has all. line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in
         decode_tokens."""
-        rows = len(self.told) if self.engine else self.batch_size or len(prompts)
+        rows = len(self.told) or self.batch_size or len(prompts)
+        if not prompts:
+            raise UserError("there is no prompt; give one")
         if len(prompts) > rows:
             raise UserError(f"{len(prompts)} prompts are more than {rows} rows; set a larger batch_size")
         prompts = [prompts[i % len(prompts)] for i in range(rows)]
@@ -616,8 +615,10 @@ class LLM:
         history.append({"role": "assistant", "content": self.output.text[0]})
 
     def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
-        """A line's answer to each question about what row 0 holds: one after another in it; or, if there are
-        more rows, all at once, each in a copy of it."""
+        """An answer of one line to each question about what row 0 holds: one after another in it; or, if
+        there are more rows, all at once, each in a copy of it. The output is the last one and this."""
+        if not self.told:
+            raise UserError("nothing was read that could be asked about; read or load it first")
         rows, output, answers = len(self.told), self.output, []
         if rows > 1:
             self.fork(0, rows)
@@ -660,7 +661,8 @@ class LLM:
         """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be."""
         rows = [(row, n) for row, n in enumerate(self.engine.pos.tolist()) if n]
         parts = [self.engine.used(*row) | {"ids": torch.tensor(self.told[row[0]])} for row in rows]
-        tensors = {f"{i}.{name}": copied(x).cpu() for i, part in enumerate(parts) for name, x in part.items()}
+        named = ((f"{i}.{name}", x) for i, part in enumerate(parts) for name, x in part.items())
+        tensors = {name: x[None][FIRST][0].cpu() for name, x in named}
         facts = [n for _, n in rows], self.engine.context.capacity, self.history
         compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
 
@@ -687,21 +689,18 @@ class LLM:
             self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
             self.told[row] = saved[row % len(saved)]["ids"].tolist()
         self.history = history
-        return self.begun([*map(len, self.told)], started)
+        return self.begun([*map(len, self.told)], [0] * rows, started)
 
     def report(self, output: Output) -> dict:
         """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
         context, model, caches = self.engine.context, self.model, self.engine.caches
-        made = zip(output.prompt_tokens, output.token_ids, strict=True)
-        lengths, dtype = [n + len(ids) for n, ids in made], str(context.dtype).removeprefix("torch.")
+        parts = zip(output.before, output.prompt_tokens, map(len, output.token_ids), strict=True)
+        lengths, dtype = [*map(sum, parts)], str(context.dtype).removeprefix("torch.")
         table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
         per_step = output.decode_s / max(1, output.steps)
         rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
         local = {
-            "cache_bytes_measured": sum(cache.measured() for cache in caches),
-            "cache_bytes_formula": sum(cache.formula() for cache in caches),
-            "cache_bytes_dense": dense_bytes(context) * len(caches),
-            "cache_bytes_host": sum(cache.host_bytes() for cache in caches),
+            **cache_bytes(caches),
             "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
             "weights_bytes": weights,
             "peak_memory_bytes": peak_memory(context.device),
@@ -786,10 +785,8 @@ def value_type(kind: type) -> Callable[[str], object]:
 def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
     row = method_named(method)
-    add = partial(
-        parser.add_argument_group(f"settings of --method {method}", row.settings.__doc__).add_argument,
-        default=argparse.SUPPRESS,
-    )
+    about = f"settings of --method {method}", row.settings.__doc__
+    add = parser.add_argument_group(*about, argument_default=argparse.SUPPRESS).add_argument
     if row.paper:
         about = "all settings as published, or those that are better on real models (default ours)"
         add("--variant", choices=compress.VARIANTS, help=about)
@@ -857,15 +854,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
     batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
+    unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
     for wrong, fault in (
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
-        (
-            args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK),
-            "--save_cache: no folder to write into; give another FILE",
-        ),
+        (unwritable, "--save_cache: no folder to write into; give another FILE"),
         (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
+        (args.load_cache and args.system, "--load_cache has the system message, too; leave out --system"),
         (args.chat and (args.ask or not one), "--chat needs a --prompt or --interactive, and takes no --ask"),
         (args.system and not args.chat, "--system needs --chat"),
     ):
@@ -941,11 +937,7 @@ def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: li
     if args.load_cache:
         return llm.load(args.load_cache, more)
     llm.context = check_lengths(prompts, more, args.context, llm.model.config)
-    llm.open(rows)
-    output = llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
-    if args.save_cache:
-        llm.save(args.save_cache)
-    return output
+    return llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
 
 
 def run_generate(args: argparse.Namespace) -> None:
@@ -954,6 +946,8 @@ def run_generate(args: argparse.Namespace) -> None:
         return run_interactive(llm, args)
     prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
     output, answers = begin(llm, args, prompts, asks), {}
+    if args.save_cache and not args.load_cache:
+        llm.save(args.save_cache)
     how = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos}
     streamed = llm.tokenizer is not None and len(llm.told) == 1 and not asks and not args.json
     if asks:
@@ -986,9 +980,12 @@ def run_generate(args: argparse.Namespace) -> None:
 
 def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    llm.open(1).history = system_message(args)
     if args.load_cache:
-        llm.load(args.load_cache)
+        llm.load(args.load_cache, args.max_new_tokens)
+    else:
+        llm.open(1).history = system_message(args)
+    if len(llm.told) > 1:
+        raise UserError(f"{args.load_cache} has {len(llm.told)} rows; --interactive goes on with one alone")
     dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
     while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
         if line := line.rstrip("\n"):

@@ -435,8 +435,9 @@ def launch_block_queries(
 
 
 def takes_codes(q: Tensor, r_score: int) -> bool:
-    """Whether int8 codes of r* numbers, for queries q [.., N, *], fit the kernels of both blocks."""
-    return q.element_size() == 2 and r_score <= 256 and power2(q.shape[-2], 8) * r_score <= 32768
+    """Whether queries q [.., N, *] may be int8 codes of r* numbers: programs must have all ranks."""
+    _, RB, *_ = scores_config(power2(q.shape[-2], 8), r_score, 1)
+    return q.element_size() == 2 and r_score <= min(RB, 256)
 
 
 def block_queries(
@@ -773,8 +774,8 @@ def scores(
     """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
     q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens, perhaps in codes with
-    query_scale (block_queries). vectors [B, H, S, >= d] of any
-    float dtype, or int8 codes with vector_scale [B, H, S] fp32: a head of them serves N = Hq / H queries.
+    query_scale (block_queries). vectors [B, H, S, >= d] of any float dtype, or int8 codes with vector_scale
+    [B, H, S] fp32: a head of them serves N = Hq / H queries.
     Logits are (q . vector + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of
     `run` tokens.
     rule:
@@ -1452,8 +1453,7 @@ def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     bits = width * 8 // D
     need(bits in (2, 4), f"codes of keys are of 2 or 4 bits, not {list(codes.shape)}")
     given = {"codes of keys": (codes, torch.uint8, B, Hkv, tokens, D * bits // 8)}
-    given["low_scale of keys"] = (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)
-    check(**given)
+    check(**given, **{"low_scale of keys": (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)})
     need(D % 16 == 0, f"keys in codes need a head dim of whole words, not {D}")
     stores = codes.view(torch.int32), low_scale.view(torch.int32)
     steps = Hkv * tokens, tokens, 1

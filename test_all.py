@@ -181,7 +181,7 @@ WIDE = {"fdc"}  # whose ranks are multiples of 16: they differ in wide heads onl
 CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
 BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
 OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
-OF_THE_CAPACITY = {"kivi"}  # methods whose steps know what the cache can hold, if only by fp32's sums
+OF_THE_CAPACITY = {"kivi": 1e-5}  # how far logits of a larger cache may be off: here by fp32's sums
 EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
@@ -541,9 +541,8 @@ def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
     """What each row makes of what it holds, and of three tokens after that; with its last logits."""
     first = decode_rows(engine, 9, lambda _: False).token_ids
     engine.feed([[5, 6, 7]] * len(engine.tokens))
-    return [
-        *zip(first, decode_rows(engine, 6, lambda _: False).token_ids, engine.logits.clone(), strict=True)
-    ]
+    then = decode_rows(engine, 6, lambda _: False).token_ids
+    return [*zip(first, then, engine.logits.clone(), strict=True)]
 
 
 @over("method, options", lambda tests: tests.CASES)
@@ -559,11 +558,13 @@ def test_rows_go_on_alike_after_they_were_saved_and_loaded_or_forked(method, opt
     expected, found, near = (goes_on(llm.engine) for llm in (first, again, larger))
     for (*tokens, logits), (*same, bits), (*also, close) in zip(expected, found, near, strict=True):
         assert tokens == same and logits.equal(bits)
-        assert method in OF_THE_CAPACITY or tokens == also and error(close, logits) < 1e-12
+        bound = OF_THE_CAPACITY.get(method, 1e-12)
+        assert bound == math.inf or tokens == also and error(close, logits) < bound
     again.load(tmp_path / "cache")
     again.fork(2, 2)
-    for (*tokens, logits), source in zip(goes_on(again.engine), (2, 2, 2), strict=True):
-        assert tokens == [*expected[source][:2]] and error(logits, expected[source][2]) < 1e-12
+    *source, last = expected[2]
+    for *tokens, logits in goes_on(again.engine):
+        assert tokens == source and error(logits, last) < 1e-12
 
 
 @over("method, options", lambda tests: tests.CASES)
@@ -573,6 +574,7 @@ def test_a_saved_row_is_as_large_as_the_ledger_of_a_cache_that_it_fills(method, 
         llm.read([random_ids(n)])
         llm.save(tmp_path / "cache")
         saved = load_file(tmp_path / "cache")
+        assert llm.held()["tokens"] == n
         size = sum(x.nbytes for name, x in saved.items() if re.match(r"0\.\d+\.", name))
         caches = llm_over(method, 1, n, **options).engine.caches
         assert size == sum(cache.formula() + cache.host_bytes() for cache in caches) == llm.held()["bytes"]
@@ -2407,10 +2409,24 @@ def test_kernel_block_queries(dtype, sizes):
     queries, _, offset = kernels.block_queries_reference(*given)
     for coded in (False, True):
         got, scale, got_offset = kernels.launch_block_queries(*given, coded)
-        assert got.dtype == (torch.int8 if coded else dtype) and scale.numel() == coded * offset.numel()
+        assert got.dtype == (torch.int8 if coded else dtype) and got_offset.dtype == torch.float32
+        assert scale.numel() == coded * offset.numel()
         decoded = (got[0] * 254.0 + got[1]) * scale[..., None] if coded else got
         assert error(decoded, queries) < max(TOLERANCE[dtype], 1e-4 * coded)
         close(got_offset, offset, torch.float32)
+
+
+def test_kernel_scores_of_the_codes_that_block_queries_gives():
+    given = placed_queries(2, 3, 2, 2, 32, 24, torch.float16)
+    codes = torch.randint(-127, 128, (2, 1, 40, 24), dtype=torch.int8, device=DEVICE)
+    scale, out = torch.rand(2, 1, 40, device=DEVICE) / 100, []
+    for kernel in (False, True):
+        q, query_scale, offset = kernels.block_queries(*given, True, kernel=kernel)
+        assert (query_scale is not None) == kernel
+        how = positions(39, 20), 1.0, "softmax", 16, offset, 16, query_scale
+        out.append(kernels.scores(q, codes, scale, *how, kernel=kernel))
+    live = out[0] > -torch.inf
+    assert error(out[1][live], out[0][live]) < 3e-3
 
 
 def poison(x, dead):
@@ -2899,16 +2915,10 @@ def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     maps = orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
     for source in (compress, module):
         rope = lambda x, at: source.apply_rope(x, cos[at], sin[at])  # noqa: B023, E731
-        new = (
-            *kernels.quantize_mixed(torch.zeros(0, 40), lead),
-            *kernels.quantize_spread(v[:0], 4),
-            k[:0],
-            v[:0],
-        )
+        codes = *kernels.quantize_mixed(torch.zeros(0, 40), lead), *kernels.quantize_spread(v[:0], 4)
+        new, how = (*codes, k[:0], v[:0]), (maps, lead, 4, (2, 10, 4), rope, (1, cos, sin), (1, cos, sin))
         for i in range(40):
-            out, _, new = source.sals_step_ours(
-                q[i], k[i], v[i], new, maps, lead, 4, (2, 10, 4), rope, (1, cos, sin), (1, cos, sin)
-            )
+            out, _, new = source.sals_step_ours(q[i], k[i], v[i], new, *how)
             found.append(out)
     assert torch.equal(torch.stack(found[40:]), torch.stack(found[:40])) and out.isfinite().all()
     assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
@@ -2918,7 +2928,7 @@ def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
 def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monkeypatch):
     """Copied with the functions and constants that it names, and they name."""
     module = copied(f"launch_{name}", tmp_path)
-    assert (tmp_path / "copied.py").stat().st_size < (ROOT / "kernels.py").stat().st_size * 0.6
+    assert (tmp_path / "copied.py").stat().st_size < (ROOT / "kernels.py").stat().st_size * 0.4
     monkeypatch.setattr(kernels, f"launch_{name}", getattr(module, f"launch_{name}"))
     if name == "attend":
         sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
@@ -3142,7 +3152,6 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("elitekv", {}, 2, "mla"),
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
-    ("topk", {"keep": 32}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
     ("topk", {"keep": 32, "sinks": 2, "recent": 4}, 2, "plain scores select"),
@@ -4062,10 +4071,8 @@ def test_questions_count_as_read(cli, monkeypatch):
 
 def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
     """From a file, and in a batch: as if each question were the only one after the prompt."""
-    line, end = (
-        "generate --method sals --prompt 'once upon a time'",
-        f"--max_new_tokens 6 --save_cache {tmp_path}/c",
-    )
+    line = "generate --method sals --prompt 'once upon a time'"
+    end = f"--max_new_tokens 6 --save_cache {tmp_path}/c"
     alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
     load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
     both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
@@ -4076,6 +4083,8 @@ def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
     report = cli.json(f"{load} --ask 'who is it' --batch_size 2")
     assert report["token_ids"] == alone[0]["token_ids"] * 2
     assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1  # no dense one has it
+    assert cli(f"{line} --ask 'who is it' {end}")[1].count("dense:") == 1  # whose cache is not the one saved
+    assert cli.json(f"{load} --ask 'where is it'")["text"] == alone[1]["text"]
     # A conversation goes on where it was saved.
     talk = "generate --interactive --max_new_tokens 6 --context 80"
     whole, *parts = (cli(f"{talk} {cache}", stdin=turns)[1] for cache, turns in (
@@ -4103,6 +4112,8 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     assert "needs a --context of 60, not 40; raise --context" in told("--context 40")
     assert "need 64 positions, not 62; raise --context" in told("--context 62")
     assert "has the prompt; give --ask" in told("--prompt 5")
+    assert "has 2 rows; --interactive goes on with one alone" in told("--interactive")
+    assert "has the system message, too" in told("--interactive --chat --system brief")
     assert "no folder to write into" in cli.refusal("generate --prompt 5 --save_cache nowhere/c")
     assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")
     put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
@@ -4111,9 +4122,8 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     assert "truncated or damaged" in told("")
     # A budget that was cut by the cache is another in a larger one.
     assert cli(f"{line} --k 99 --prompt 60 --save_cache {file}")[0] == 0
-    assert "saved with --context 64, for which" in cli.refusal(
-        f"{line} --k 99 --load_cache {file} --context 150"
-    )
+    larger = f"{line} --k 99 --load_cache {file} --context 150"
+    assert "saved with --context 64, for which" in cli.refusal(larger)
     assert "one process; leave out torchrun" in cli.refusal(f"torchrun 2 {line} --load_cache {file}")
     assert sorted(tmp_path.iterdir()) == [file, folder]
 
@@ -4150,6 +4160,8 @@ def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
             assert all(other[name] == first[name] for other in others)
         lengths += first["prompt_tokens"]
     assert lengths[0] == len(load_tokenizer(NANO).encode(text)) == lengths[1]  # "?" in the place of BOS
+    chat = generate.LLM(folder, device="cpu").chat([{"role": "user", "content": text}], 12)
+    assert chat.token_ids == first["token_ids"] and chat.text[0] == first["text"][0].lstrip()
 
 
 @over("method", lambda tests: tests.METHODS)
@@ -4566,6 +4578,28 @@ def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
     first, second = cli.json(f"eval --weights int8 --method dense {tasks}")["rows"]
     assert [first["method"], second["method"]] == ["dense", "dense weights=int8"]
     assert first["kl python"] == 0 < second["kl python"] < 0.1
+
+
+def test_the_readmes_python_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    exec((ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0], {})
+    said = capsys.readouterr().out
+    assert "number for silent lantern is 73308" in said and said.count("Answer: The magic number for") == 2
+
+
+def test_an_llm_counts_its_prompts_and_what_they_follow(checkpoint):
+    llm = generate.LLM(checkpoint, device="cpu", context=64)
+    for prompts, fault in (([], "there is no prompt"), (["a", "b"], "2 prompts are more than 1 rows")):
+        llm.batch_size = 1
+        with pytest.raises(UserError, match=fault):
+            llm.generate(prompts)
+    with pytest.raises(UserError, match="read or load it first"):
+        llm.ask(["who?"])
+    first = llm.generate("hello", 4, ignore_eos=True).report["bytes_read_per_step"]
+    token = first / len(llm.told[0])
+    after = llm.generate(" world", 4, ignore_eos=True, follow=True)
+    assert after.report["bytes_read_per_step"] == token * len(llm.told[0])
+    assert sum(after.before) + sum(after.prompt_tokens) + 4 == len(llm.told[0])
 
 
 def test_report_counts_rows_and_lengths(checkpoint):

@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import calibrate
-from calibrate import ANSWER_ROOM, NANO, TASKS, replacing, save_csv, text_ids, writable_file, writable_folder
+from calibrate import ANSWER_ROOM, NANO, TASKS, save_csv, text_ids, writable_file, writable_folder
+from compress import replacing
 from generate import LLM, Engine, Parser, clock, whole
 from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
@@ -142,10 +143,8 @@ def given_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def throughput_rows(args: argparse.Namespace) -> list[Row]:
-    sizes, more = (
-        itertools.product(args.model, args.lengths),
-        f" --weights {args.weights}" * bool(args.weights),
-    )
+    sizes = itertools.product(args.model, args.lengths)
+    more = f" --weights {args.weights}" * bool(args.weights)
     every = [(size, method) for size in sizes for method in dict.fromkeys(("dense", *args.method))]
     return [Row(method, name, 0, n, f"--method {method}{more}") for (name, n), method in every]
 

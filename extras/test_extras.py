@@ -108,7 +108,7 @@ SNAP, CENTRED = {"keep": 24, "room": 8, "window": 8, "pool": 3}, {"centre": True
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
 test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors held since head start".split()}
-test_all.OF_THE_CAPACITY |= {"keyformer"}
+test_all.OF_THE_CAPACITY |= {"keyformer": math.inf}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
     ("palu", {"keep": 0.5}),

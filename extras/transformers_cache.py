@@ -23,7 +23,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from compress import Artifact, Cache, Context, dense_bytes, load_artifact, method_named, settings_from
+from compress import Artifact, Cache, Context, cache_bytes, load_artifact, method_named, settings_from
 from generate import check_capacity, check_memory
 from model import Llama, ModelConfig, UserError, find_weights, fingerprint, weight_files, weight_slots
 
@@ -68,11 +68,7 @@ class CompressedCache(transformers.Cache):
 
     def report(self) -> dict[str, int]:
         """Bytes of all layers and rows, by the names of generate.py's report."""
-        sizes = [(c.measured(), c.formula(), dense_bytes(c.context), c.host_bytes()) for c in self.layers]
-        kinds = "measured", "formula", "dense", "host"
-        return {
-            f"cache_bytes_{kind}": sum(x) for kind, x in zip(kinds, zip(*sizes, strict=True), strict=True)
-        }
+        return cache_bytes(self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -108,7 +104,7 @@ class CompressedAttention(nn.Module):
         return out, None
 
 
-def artifact_for(folder: Path, method: str, model: Llama, weights: dict[str, Tensor]) -> Artifact:
+def checked_artifact(folder: Path, method: str, model: Llama, weights: dict[str, Tensor]) -> Artifact:
     """The method's artifact in a folder; UserError if it or transformers' `weights` are another model's."""
     if method_named(method).fit:
         if not (folder / "config.json").is_file():
@@ -142,7 +138,7 @@ def compress(
     if len({parameter.device for parameter in weights.values()}) > 1:
         raise UserError("the model lies on several devices; load it on one")
     model.norm.to_empty(device=hf_model.device)
-    artifact = artifact_for(Path(folder or hf_model.name_or_path), method, model, weights)
+    artifact = checked_artifact(Path(folder or hf_model.name_or_path), method, model, weights)
     check_capacity(capacity, config, "the capacity")
     check_memory(model, method, chosen, artifact, batch_size, capacity)
 
