@@ -937,6 +937,7 @@ def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: li
     if args.load_cache:
         return llm.load(args.load_cache, more)
     llm.context = check_lengths(prompts, more, args.context, llm.model.config)
+    llm.open(rows)  # says whether so many rows fit, before there is a prompt for each
     return llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
 
 
