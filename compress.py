@@ -235,21 +235,25 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
 
 
 class TokenStore(nn.Module):
-    """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side."""
+    """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side. host:
+    the vectors lie in host memory (host_memory), and do not count."""
 
     kind, bits = "plain", 16
 
-    def __init__(self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False):
+    def __init__(
+        self, context: Context, heads: int, tokens: int, width: int, by_token: bool = False,
+        host: bool = False
+    ):  # fmt: skip
         super().__init__()
-        self.context, self.heads, self.tokens, self.width = context, heads, tokens, width
+        self.context, self.heads, self.tokens, self.width, self.host = context, heads, tokens, width, host
         self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            part = self.zeros(*places, *shape, dtype=dtype)
+            if host and name == "vectors":
+                self.register_buffer(name, host_memory(context, *places, *shape, dtype=dtype))
+                continue
+            part = context.zeros(*places, *shape, dtype=dtype)
             self.register_buffer(name, part.transpose(1, 2) if by_token else part)
             self.token_bytes += heads * math.prod(shape) * dtype.itemsize
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return self.context.zeros(*shape, dtype=dtype)
 
     def layout(self) -> dict[str, tuple]:
         """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
@@ -266,8 +270,13 @@ class TokenStore(nn.Module):
     def parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.layout()]
 
+    def reach(self, tokens: Tensor | slice) -> Tensor | slice:
+        """The tokens as an index that reads and writes by a kernel: a slice copies, which host memory is not
+        for."""
+        return self.context.positions[tokens] if self.host and isinstance(tokens, slice) else tokens
+
     def write(self, where: tuple, x: Tensor) -> None:
-        row, tokens = where
+        row, tokens = where[0], self.reach(where[1])
         for part, new in zip(self.parts(), self.encode(x), strict=True):
             part[row, :, tokens] = new.transpose(0, 1) if isinstance(row, int) else new
 
@@ -278,7 +287,8 @@ class TokenStore(nn.Module):
         return self.decode(*parts)
 
     def past(self, row: int, n: int) -> Tensor:
-        return self.decode(*(part[row, :, :n] for part in self.parts())).transpose(0, 1)
+        tokens = self.reach(slice(n))
+        return self.decode(*(part[row, :, tokens] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
         """All tokens as kernels.scores takes them: vectors, and of codes their scales."""
@@ -361,12 +371,14 @@ class CodedStore(TokenStore):
 
     group = 32  # channels that share them
 
-    def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False):
+    def __init__(
+        self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False, host=False
+    ):  # fmt: skip
         self.bits, self.group = bits, min(self.group, width)
         if width % self.group or width * bits % 8:
             fault = "need a head dim that groups of 32 divide, or that fills whole bytes"
             raise UserError(f"{bits}-bit values {fault}, not {width}")
-        super().__init__(context, heads, tokens, width, by_token)
+        super().__init__(context, heads, tokens, width, by_token, host)
 
     def layout(self) -> dict[str, tuple]:
         codes = (self.width * self.bits // 8,), torch.uint8
@@ -402,35 +414,16 @@ class ScaledStore(CodedStore):
         return spread_levels(scale, self.bits)
 
 
-def host_memory(context: Context, *shape: int) -> Tensor:
+def host_memory(context: Context, *shape: int, dtype: torch.dtype) -> Tensor:
     """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its address:
     kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
     if context.device.type != "cuda":
-        return context.zeros(*shape)
-    pinned = torch.zeros(context.batch_size, *shape, dtype=context.dtype, pin_memory=True)
+        return context.zeros(*shape, dtype=dtype)
+    pinned = torch.zeros(context.batch_size, *shape, dtype=dtype, pin_memory=True)
     data = (pinned.data_ptr(), False)
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)  # the result keeps it alive
-    return torch.as_tensor(view, device=context.device).view(context.dtype).view(pinned.shape)
-
-
-class HostStore(TokenStore):
-    """The numbers as they are, in host memory, which kernels read and write (host_memory)."""
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return host_memory(self.context, *shape)
-
-    def formula(self) -> int:
-        return 0  # of the device
-
-    def write(self, where: tuple, x: Tensor) -> None:
-        row, tokens = where
-        if isinstance(tokens, slice):  # it would be written by a copy, not by a kernel
-            tokens = self.context.positions[tokens]
-        super().write((row, tokens), x)
-
-    def past(self, row: int, n: int) -> Tensor:
-        return self.vectors[row, :, self.context.positions[:n]].transpose(0, 1)
+    return torch.as_tensor(view, device=context.device).view(dtype).view(pinned.shape)
 
 
 # ------------------------------------------------------------------------------ the base of all caches, dense
@@ -482,8 +475,7 @@ class Cache(nn.Module):
 
     def measured(self) -> int:
         """Bytes of the live storage on the device: the whole batch at full capacity."""
-        parts = (part for part in self.modules() if not isinstance(part, HostStore))
-        return sum(b.untyped_storage().nbytes() for part in parts for b in part.buffers(recurse=False))
+        return sum(b.untyped_storage().nbytes() for b in self.buffers()) - self.host_bytes()
 
     def stores(self) -> list[nn.Module]:
         """Its stores, each with buffers of its own."""
@@ -517,7 +509,7 @@ class Cache(nn.Module):
 
     def host_bytes(self) -> int:
         """Bytes of host memory that a mixed cache uses besides; measured() and formula() are the device's."""
-        return sum(store.vectors.nbytes for store in self.stores() if isinstance(store, HostStore))
+        return sum(store.vectors.nbytes for store in self.stores() if getattr(store, "host", False))
 
     def miss_rate(self) -> float | None:
         """Rows that a mixed cache had to fetch from host memory, as a fraction of those selected."""
@@ -1450,6 +1442,7 @@ class LrqkSettings:
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
+    kv_bits: int = setting(16, "bits of K and V, there and in the hot slots (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
@@ -1625,9 +1618,34 @@ def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
+class PairStore(ScaledStore):
+    """K beside V [.., 2 D] in codes, each with a scale of its own (ours)."""
+
+    def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, host: bool):
+        self.group = width // 2
+        super().__init__(context, heads, tokens, width, bits, host=host)
+
+    def layout(self) -> dict[str, tuple]:
+        return super().layout() | {"scale": ((2,), torch.float16)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = super().encode(x.unflatten(-1, (2, -1)))
+        return codes.flatten(-2), scale
+
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return super().decode(vectors.unflatten(-1, (2, -1)), scale).flatten(-2)
+
+
+def fold_lrqk(attention: Attention, c: ModelConfig, settings: LrqkSettings, artifact: Artifact, i: int):
+    """Layer i's attention; for codes with its values rotated."""
+    if settings.kv_bits < 16:
+        rotate_values(attention, c)
+    return attention
+
+
 class LrqkCache(Cache):
-    """A_K of every token, K beside V of those in use, in host memory of all. `hot` has C slots of selected
-    tokens, which are fetched if they miss, then a ring of recent ones: slot C + p % z has position p."""
+    """A_K of every token, K beside V of those in use, in host memory of all. C hot slots hold the selected
+    tokens, which are fetched if they miss; a ring of recent ones follows: slot C + p % z has position p."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
@@ -1640,25 +1658,49 @@ class LrqkCache(Cache):
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
         most = min(settings.slots * self.chosen, capacity - self.z)
         self.slots = round(most) if self.reuse else self.chosen
-        self.kv = {"cpu": HostStore, "cuda": TokenStore}[settings.kv_device](context, heads, capacity, width)
+        places, host = (context, heads, capacity, width), settings.kv_device == "cpu"
+        self.coded = settings.kv_bits < 16
+        if self.coded:
+            self.kv = PairStore(*places, settings.kv_bits, host)
+            self.rotation = random_rotation(c.head_dim).to(context.device, context.dtype)
+            self.table("mean", heads, c.head_dim, dtype=torch.float32)  # of a prompt's keys after RoPE
+        else:
+            self.kv = TokenStore(*places, host=host)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
-        self.table("hot", heads, self.slots + self.z, width, dtype=context.dtype)
+        for name, (shape, dtype) in self.kv.layout().items():
+            self.table(f"hot_{name}", heads, self.slots + self.z, *shape, dtype=dtype)
         for name, places in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
             self.table(name, heads, places, fill=-1)
         self.table("step", 1, 1)
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
+    def hot(self) -> list[Tensor]:
+        """The hot slots and the ring, as the store of all has its parts."""
+        return [getattr(self, f"hot_{name}") for name in self.kv.layout()]
+
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        return self.kv.past(row, n).chunk(2, -1)
+        k, v = self.kv.past(row, n).chunk(2, -1)
+        return (k @ self.rotation.mT + self.mean[row]).to(k.dtype) if self.coded else k, v
+
+    def for_codes(self, row: int | Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [..., D] and k [..., Hkv, D] after RoPE as codes suit them: rotated, and keys less the mean one,
+        which shifts all logits of a query alike. Without codes as they are."""
+        if not self.coded:
+            return q, k
+        return q @ self.rotation, (k - self.mean[row]).to(k.dtype) @ self.rotation
 
     def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
+        if self.coded and not span.start:
+            self.mean[row] = k.float().mean(0)
+        q, k = self.for_codes(row, q, k)
         w_q, w_k = self.prompt_bases(row) if span.start else self.factorise(row, q, k)
         kv, recent = torch.cat((k, v), -1), self.context.positions[span][-self.z :]
         self.kv.write((row, span), kv)
         self.a_k[row, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        self.hot[row, :, self.slots + recent % self.z] = kv[-self.z :].transpose(0, 1)
+        for hot, new in zip(self.hot(), self.kv.encode(kv[-self.z :]), strict=True):
+            hot[row, :, self.slots + recent % self.z] = new.transpose(0, 1)
         # The hot slots start with what the last token selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1688,20 +1730,21 @@ class LrqkCache(Cache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
-        k = self.rope(k, pos)
+        row = self.context.rows
+        q, k = self.for_codes(row, q, self.rope(k, pos))
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        row, kv = self.context.rows, torch.cat((k, v), -1)
+        kv = torch.cat((k, v), -1)
         self.a_k[row, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
         self.kv.write((row, pos), kv)
-        self.hot[row, :, self.slots + pos % self.z] = kv
+        for hot, new in zip(self.hot(), self.kv.encode(kv), strict=True):
+            hot[row, :, self.slots + pos % self.z] = new
         self.step += 1
         self.load(slice(None), pos, q_hat)
         live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
         self.report_selected(pos, self.pos_of, live, recent=self.z)
         live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
-        return kernels.attend_rows(
-            q.flatten(1, 2), *self.hot.chunk(2, -1), live, scale=self.scale, kernel=self.kernel
-        )
+        keys, values = self.kv.decode(*self.hot()).chunk(2, -1)
+        return kernels.attend_rows(q.flatten(1, 2), keys, values, live, scale=self.scale, kernel=self.kernel)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
@@ -1712,7 +1755,8 @@ class LrqkCache(Cache):
         position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
         where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
         a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
-        given = (q, k, self.basis_q, self.basis_k, a_near, self.hot[..., : self.config.head_dim])
+        keys, _ = self.kv.decode(*self.hot()).chunk(2, -1)
+        given = (q, k, self.basis_q, self.basis_k, a_near, keys)
         # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
         q_hat, k_hat, b_q, b_k = lrqk_refit(*(t.double() for t in given))
         self.basis_q.copy_(b_q)
@@ -1730,7 +1774,8 @@ class LrqkCache(Cache):
             self.slot_of[row] = -1
         tables = (table[row] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
         place, miss = take_slots(index, live, *tables)
-        kernels.fetch_rows(self.kv.vectors[row], index, place, miss, self.hot[row], kernel=self.kernel)
+        for rows, hot in zip(self.kv.parts(), self.hot(), strict=True):
+            kernels.fetch_rows(rows[row], index, place, miss, hot[row], kernel=self.kernel)
         self.counts[row] += torch.stack((live, miss), 1).sum((2, 3))
 
     def used(self, row: int, n: int) -> dict[str, Tensor]:
@@ -1744,12 +1789,13 @@ class LrqkCache(Cache):
     def bytes_read(self, length: int) -> int:
         """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
         stamps of all slots, slot and position of the selected ones, and the bases."""
-        c, size, recent = self.config, self.context.dtype.itemsize, min(self.z, length)
+        c, recent = self.config, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
-        numbers = old * self.rank + (recent + chosen) * 2 * c.head_dim
+        kv = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.kv.layout().values())
         tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
-        return (numbers * size + tables * 4) * c.n_kv_heads
+        a_k = old * self.rank * self.context.dtype.itemsize
+        return (a_k + (recent + chosen) * kv + tables * 4) * c.n_kv_heads
 
 
 def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
@@ -2138,7 +2184,7 @@ METHODS = {
         EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
     ),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
-    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), fold=fold_lrqk, paper={"mode": "paper"}),
     "fdc": Method(
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),

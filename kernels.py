@@ -174,7 +174,7 @@ def _nearest(x):
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352}
+LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
 def four_bit_code(level):

@@ -3120,12 +3120,14 @@ def test_kernel_linear(dtype, M, N, K):
 @needs_cuda
 def test_kernels_reach_host_memory_through_its_address():
     context = Context(tiny_model().cuda(), 2, 50)
-    rows = compress.host_memory(context, 3, 50, 16)
+    shape = 3, 50, 16
+    rows = compress.host_memory(context, *shape, dtype=torch.float32)
     assert rows.is_cuda and not rows.any()
     index = torch.arange(50, device="cuda")
-    rows[1, :, index] = torch.ones(3, 50, 16, device="cuda")
+    rows[1, :, index] = torch.ones(shape, device="cuda")
     before = torch.cuda.memory_allocated()
-    assert compress.host_memory(context, 3, 50, 16).sum() == 0 and rows.sum() == 3 * 50 * 16
+    codes = compress.host_memory(context, *shape, dtype=torch.uint8)
+    assert codes.dtype == torch.uint8 and codes.sum() == 0 and rows.sum() == 3 * 50 * 16
     assert torch.cuda.memory_allocated() - before < rows.nbytes
 
 

@@ -19,7 +19,6 @@ from compress import (
     Cache,
     Context,
     DenseCache,
-    HostStore,
     Int8Store,
     KeepSettings,
     Method,
@@ -611,7 +610,7 @@ class Fp8Store(Int8Store):
     def __init__(self, context: Context):
         c = context.config
         super().__init__(context, c.n_kv_heads, context.capacity, c.head_dim)
-        self.register_buffer("scale", self.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1))
+        self.register_buffer("scale", context.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1))
 
     def layout(self) -> dict[str, tuple]:
         return {"vectors": ((self.width,), E4M3)}
@@ -796,7 +795,7 @@ class ShadowKvCache(Cache):
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
-        self.values = HostStore(context, heads, context.capacity, d)
+        self.values = TokenStore(context, heads, context.capacity, d, host=True)
 
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
