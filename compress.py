@@ -1636,7 +1636,7 @@ class PairStore(ScaledStore):
         return super().decode(vectors.unflatten(-1, (2, -1)), scale).flatten(-2)
 
 
-def fold_lrqk(attention: Attention, c: ModelConfig, settings: LrqkSettings, artifact: Artifact, i: int):
+def fold_kv_bits(attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int):
     """Layer i's attention; for codes with its values rotated."""
     if settings.kv_bits < 16:
         rotate_values(attention, c)
@@ -1788,12 +1788,12 @@ class LrqkCache(Cache):
 
     def bytes_read(self, length: int) -> int:
         """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
-        stamps of all slots, slot and position of the selected ones, and the bases."""
+        stamps of all slots, slot and position of the selected ones, the bases, with codes the mean key."""
         c, recent = self.config, min(self.z, length)
         old = length - recent
         chosen = min(self.chosen, old)
-        kv = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.kv.layout().values())
-        tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
+        kv = sum(part[0, 0, 0].nbytes for part in self.kv.parts())
+        tables = self.slots + 2 * chosen + (2 * self.rank + self.coded) * c.head_dim  # of 4 bytes
         a_k = old * self.rank * self.context.dtype.itemsize
         return (a_k + (recent + chosen) * kv + tables * 4) * c.n_kv_heads
 
@@ -2184,7 +2184,7 @@ METHODS = {
         EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
     ),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
-    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), fold=fold_lrqk, paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), fold=fold_kv_bits, paper={"mode": "paper"}),
     "fdc": Method(
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),

@@ -153,7 +153,7 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("loki", {"d": 0.5, "reduced": True}),
     ("lrqk", LRQK),
     ("lrqk", LRQK | {"mode": "paper", "slots": 2.0}),
-    ("lrqk", LRQK | {"slots": 0.0}),
+    ("lrqk", LRQK | {"slots": 0.0, "kv_bits": 4}),
     ("elitekv", {"r": 3, "d_ckv": 20}),
     ("elitekv", {"pairs": "uniform", "lrd": "separate"}),
     ("fdc", {"rate": 0.3}),
@@ -961,6 +961,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
     ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
     ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
+    ("lrqk", LRQK | {"kv_bits": 4}, 80, 16 * (72 * 8 + 28 * 5 + 3 * 20 + 2 * 8 * 16 + 16)),  # + the mean key
 ]
 
 
@@ -1603,6 +1604,25 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(mode):
 
 
 @pytest.mark.parametrize("mode", ["optimal", "paper"])
+@pytest.mark.parametrize("bits, bound", [(4, 0.12), (8, 0.011)])  # errors of uniform codes of normal numbers
+def test_lrqk_attends_what_its_codes_hold(bits, bound, mode):
+    """With keys that are far from centred. A query sees no mean key, since it shifts all its logits alike."""
+    cache = row_cache("lrqk", tiny_model(), 1, 64, **LRQK, kv_bits=bits, mode=mode, slots=1.5)
+    q, k, v = (x + shift for x, shift in zip(stream(64), (0, 100 * torch.randn(4, 16), 0), strict=True))
+    cache.rope, seen = lambda x, _: x, []  # else the mean key would turn
+    reads(cache, 40, q, k, v)
+    cache.watch = lambda *said: seen.append(attended(cache, *said))
+    for n in range(40, 60):
+        out = step(cache, n, q, k, v)
+        keys, values = (x.transpose(0, 1)[None].double() for x in cache.past(0, n + 1))
+        assert error(keys[0].transpose(0, 1) - k[:40].mean(0), k[: n + 1] - k[:40].mean(0)) < bound
+        assert error(values[0].transpose(0, 1), v[: n + 1]) < bound
+        live = seen[-1][:, ::2, : n + 1]  # the queries of a group attend the same
+        assert live[0].sum(-1).tolist() == [28] * 4
+        assert error(out, attend_plain(q[n : n + 1].double(), keys, values, live)) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["optimal", "paper"])
 def test_lrqks_codes_fit_fp16_where_its_keys_do(mode):
     """Of keys near fp16's largest number, 65504."""
     cache = row_cache("lrqk", tiny_model().half(), 1, 80, rank=8, k=20, recent=8, mode=mode)
@@ -1628,7 +1648,7 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     for n in range(40, 60):
         step(steps, n, *qkv)
     assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
-    assert torch.allclose(*(cache.hot[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
+    assert torch.allclose(*(cache.hot_vectors[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
@@ -3100,8 +3120,10 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
         miss = (torch.rand(B, Hkv, n) < share).to(DEVICE)
         truth = hot.clone()
         kernels.fetch_rows_reference(rows, index, place, miss, truth)
+        codes = hot.clone().view(torch.uint8)
+        kernels.launch_fetch_rows(rows.view(torch.uint8), index, place, miss, codes)
         kernels.launch_fetch_rows(rows, index, place, miss, hot)
-        assert torch.equal(hot, truth)
+        assert torch.equal(hot, truth) and torch.equal(codes, truth.view(torch.uint8))
         assert share < 1 or torch.equal(hot[0, 0, place[0, 0]], rows[0, 0, index[0, 0]])
 
 
@@ -3156,6 +3178,7 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8, "mode": "paper", "slots": 1.5}, 2, "plain scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8, "kv_bits": 4}, 2, "plain scores select"),
     ("topk", {"keep": 32, "sinks": 2, "recent": 4}, 2, "plain scores select"),
 ]
 

@@ -28,6 +28,7 @@ from compress import (
     Window,
     appended,
     each_layer,
+    fold_kv_bits,
     fold_values,
     in_basis,
     keep_setting,
@@ -729,6 +730,7 @@ class ShadowKvSettings:
     chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
+    kv_bits: int = setting(16, "bits of V in host memory (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """Outliers stand in the place of sinks."""
@@ -795,7 +797,9 @@ class ShadowKvCache(Cache):
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
-        self.values = TokenStore(context, heads, context.capacity, d, host=True)
+        values, bits = (context, heads, context.capacity, d), settings.kv_bits
+        coded = bits < 16
+        self.values = ScaledStore(*values, bits, host=True) if coded else TokenStore(*values, host=True)
 
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
@@ -872,9 +876,10 @@ class ShadowKvCache(Cache):
         c, recent = self.config, min(self.z, length)
         outliers = min(self.outlier_tokens, max(0, length - recent))
         chosen = min(self.selected, max(0, length - recent - outliers))
-        elements = (length // self.chunk + 2 * (outliers + recent) + chosen) * c.kv_dim
+        elements = (length // self.chunk + 2 * (outliers + recent)) * c.kv_dim
         elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        return elements * self.context.dtype.itemsize
+        values = sum(part[0, :, 0].nbytes for part in self.values.parts())
+        return elements * self.context.dtype.itemsize + chosen * values
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -961,6 +966,6 @@ METHODS = {
     "hshare": Method(HshareSettings, each_layer(HshareCache), *IMPORTANCE),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), fold=fold_kv_bits),
     "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),
 }

@@ -119,6 +119,7 @@ CASES = [
     ("doublesparse", {"keep": 24, "sinks": 2, "recent": 4, "channels": 0.25, "skip": "1"}),
     ("hshare", {"keep": 24, "every": 3, "share_heads": 2, "channels": 0.25, "skip": ""}),
     ("shadowkv", SHADOW),
+    ("shadowkv", SHADOW | {"kv_bits": 4}),
     ("snapkv", SNAP),
     *(("turboquant", {"bits": bits}) for bits in (2, 3, 4)),
     *(("fp8", {}), ("fp8", CENTRED), ("turboquant", CENTRED)),
@@ -174,6 +175,7 @@ BYTES_READ = [
     ("fp8", {}, 80, 80 * 2 * 4 * 16),
     ("sals_cann", {"keep": 24, "page": 4, "tail": 2}, 80, 24 * 2 * 4 * 20 + 80 * 4 * (4 + 2)),
     ("shadowkv", SHADOW, 80, ((20 + 2 * (12 + 9) + 36) * 64 + (80 + 64) * 32) * 4),
+    ("shadowkv", SHADOW | {"kv_bits": 4}, 80, (62 * 64 + 144 * 32) * 4 + 36 * 4 * 10),
 ]
 REFUSED_SETTINGS = [
     ("h2o", {"heavy": 1.5}, r"--heavy 1.5: give a number in \[0, 1\]"),
