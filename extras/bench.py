@@ -284,6 +284,7 @@ def run_needle(args: argparse.Namespace) -> None:
 
 
 def method_of(row: dict) -> str:
+    """A label without its settings."""
     return re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
 
 
