@@ -422,7 +422,7 @@ def run_plot(args: argparse.Namespace) -> None:
             draw(args.out / f"{name}.png", *paths)
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (csv.Error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"{name}: no table of eval, bench, ranks or train --log ({error!r})") from None
 
 

@@ -1140,8 +1140,9 @@ def test_tables_become_lines_of_points():
         (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
         (EVAL_HEAD, "IndexError"),
         ("tokens,loss\n64,2\n128", "train --log (TypeError"),
+        ("method,tokens_per_s\ndense,5", "train --log (ZeroDivisionError"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
     pytest.importorskip("matplotlib")
