@@ -4483,7 +4483,7 @@ def test_the_readmes_first_command_prints_what_the_readme_shows():
 
 
 def test_the_readmes_own_method_runs(cli):
-    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    code = (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
     prompts = [random_ids(n, n) for n in (5, 60, 33)]
     more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
     dense = logits_through(make_engine(tiny_model(), "dense", 3, 80), prompts, more)
@@ -4607,7 +4607,7 @@ def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
 
 def test_the_readmes_python_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    exec((ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0], {})
+    exec((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0], {})
     said = capsys.readouterr().out
     assert "number for silent lantern is 73308" in said and said.count("Answer: The magic number for") == 2
 

@@ -5,6 +5,7 @@
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 8000 --csv needle.csv
     python -m extras.bench plot docs/eval-nano.csv docs/speed.csv --out docs
+    python -m extras.bench plot --overview docs/throughput.csv docs/eval-{smollm2,qwen}.csv --out docs
 A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. SEQUENCES:
 a number, or max for as many as fit. No prompt is read: the caches are filled with random numbers. Dense comes
 first for each shape, sequences and tokens.
@@ -39,6 +40,15 @@ from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
+PAINTED = {  # what the overview names
+    "dense": ("dense", "#404040"),
+    "kivi": ("KIVI", "#8c6d1f"),
+    "sals": ("SALS", "#c2185b"),
+    "lrqk": ("LRQK + host memory", "#1b7f3b"),
+    "loki": ("Loki", "#e07b00"),
+    "elitekv": ("EliteKV", "#6a3fb5"),
+    "fdc": ("FDC", "#0b6fb8"),
+}
 
 # ------------------------------------------------------------------------------------------------------- rows
 
@@ -258,25 +268,24 @@ def run_needle(args: argparse.Namespace) -> None:
     hay = calibrate.Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
     candidates = [calibrate.Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     calibrate.check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
-    depths, table = [(i + 0.5) / args.depths for i in range(args.depths)], []
-    prompts = list(itertools.product(depths, range(args.samples)))
+    args.samples, table = args.samples * args.depths, []  # depths rise with the samples
     for candidate, n in itertools.product(candidates, args.lengths):
-        engine, found = candidate.engine(args, min(args.rows, len(prompts)), n + ANSWER_ROOM, least=1), []
-        rows = engine.context.batch_size
-        for first in range(0, len(prompts), rows):
-            own = [*prompts[first : first + rows], *prompts[-1:] * rows][:rows]  # the last may repeat
-            at, seeds = zip(*own, strict=True)
-            found += calibrate.eval_retrieval(engine, hay, args.task, seeds, n, 1, at)
-        found = 100 * np.reshape(found[: len(prompts)], (args.depths, -1)).mean(1)
-        print(f"{candidate.label}, {n} tokens, from the first depth on:", *found.round(), flush=True)
-        for depth, share in zip(depths, found, strict=True):
-            about = {"method": candidate.label, "length": n}
-            table.append(about | {"depth": round(100 * depth, 1), "found": share})
+        engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
+        found = calibrate.retrieval_scores(engine, hay, args, args.task, n)
+        for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
+            depth = round(100 * (i + 0.5) / args.depths, 1)
+            table.append({"method": candidate.label, "length": n, "depth": depth, "found": share.item()})
+            print(*table[-1].values(), flush=True)
         if args.csv:
             save_csv(args.csv, [*table[0]], table)
 
 
 # --------------------------------------------------------------------------------------------------- pictures
+
+
+def method_of(row: dict) -> str:
+    """A label without its settings."""
+    return re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
 
 
 def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, float, float]]:
@@ -304,28 +313,69 @@ def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, fl
         dense = {row["method"]: row for row in rows}["dense"]
         tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
         for row, cost in itertools.product(rows, COSTS):
-            method = re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
             shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
             losses = [float(row[c]) for c in row if c.startswith("kl ") and row[c]]
             if shares:
-                yield "", cost, "retrieval, % of dense", method, row[cost], np.mean(shares)
+                yield "", cost, "retrieval, % of dense", method_of(row), row[cost], np.mean(shares)
             if any(losses):  # dense's 0 has no logarithm
-                yield "", cost, "KL to dense, nats", method, row[cost], np.mean(losses)
+                yield "", cost, "KL to dense, nats", method_of(row), row[cost], np.mean(losses)
 
 
-def draw(path: Path, png: Path) -> None:
-    """The picture of a table."""
+def draw(png: Path, path: Path, *more: Path) -> None:
+    """The picture of a table, or the overview of several."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
-    rows = list(csv.DictReader(generate.read_text(path).splitlines()))
+    rows, *tables = (list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more))
     figure = Figure(layout="constrained")
-    if "depth" in rows[0]:
+    if more:
+        draw_overview(figure, rows, tables)
+    elif "depth" in rows[0]:
         draw_needles(figure, rows)
     else:
         draw_lines(figure, rows, path.stem)
     with replacing(png.parent, png.name) as partial:
         figure.savefig(partial / png.name, dpi=150)
     print(png)
+
+
+def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
+    """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's first row."""
+    figure.set_size_inches(10, 4.6)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    lengths, ticks, places = [row["length"] for row in speeds if row["method"] == "dense"], {}, {}
+    for i, row in enumerate(speeds):
+        rate, at = float(row["tokens_per_s"]), i + 1.3 * lengths.index(row["length"])
+        if row["method"] == "dense":
+            dense = rate
+            left.text(0, at - 0.8, f"{int(row['length']):,} tokens a sequence", weight="bold")
+        name, color = PAINTED[row["method"]]
+        left.barh(at, rate, color=color)
+        left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
+        ticks[at] = f"{name} x {row['batch']}"
+    left.set(yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[])
+    left.set_title("tokens a second, as many sequences as fit", loc="left")
+    for rows, mark in zip(tables, "oDs^", strict=False):
+        right.plot([], [], mark, color="black", label=rows[0]["model"].removesuffix("-Instruct"))
+        for method, row in {method_of(row).lower(): row for row in reversed(rows)}.items():
+            x = 100 * float(row["bytes/token"]) / float(rows[0]["bytes/token"])
+            y = float(row["kl wikitext2_4096"] or 0)
+            if 0 < y < 1:
+                places.setdefault(method, []).append((x, y))
+                name, color = PAINTED.get(method, ("", "0.8"))
+                right.plot(x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2)
+    for method in filter(places.get, PAINTED):
+        (name, color), (x, y) = PAINTED[method], places[method][-1]
+        right.plot(*zip(*places[method], strict=True), color=color)
+        right.text(x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left")
+    right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
+    right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
+    right.set(yscale="log", ylim=(0.0015, 3), xlim=(0, 118), xlabel="stored bytes, % of dense's")
+    right.yaxis.set_major_formatter("{x:g}")
+    right.set_title("KL to dense, nats", loc="left")
+    right.plot([], [], "s", color="0.8", label="others")
+    right.legend(loc="upper left", ncols=3, frameon=False, handletextpad=0, columnspacing=1)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_needles(figure, rows: list[dict]) -> None:
@@ -366,13 +416,14 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
 
 
 def run_plot(args: argparse.Namespace) -> None:
-    for path in args.tables:
+    pictures = {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
+    for name, paths in pictures.items():
         try:
-            draw(path, args.out / f"{path.stem}.png")
+            draw(args.out / f"{name}.png", *paths)
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        except (csv.Error, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path}: no table of eval, bench, ranks or train --log ({error!r})") from None
+        except (csv.Error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{name}: no table of eval, bench, ranks or train --log ({error!r})") from None
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -396,7 +447,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
             p.option("--rows", Path, None, "a file of rows", metavar="FILE")
     p = commands.add_parser("needle", help="find facts by length and depth", description=run_needle.__doc__)
-    p.set_defaults(run=run_needle)
+    p.set_defaults(run=run_needle, facts=1)
     generate.add_model_options(p)
     calibrate.row_options(p)
     p.option("--lengths", whole(1), [2048, 4096, 8192], "tokens of a prompt", nargs="+")
@@ -407,6 +458,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = commands.add_parser("plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__)
     p.set_defaults(run=run_plot)
     p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, needle, ranks or train --log")
+    p.flag("--overview", "one picture: of a first table of throughput, and tables of eval")
     p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
     return parser.parse_args(argv)
 

@@ -1098,7 +1098,7 @@ def test_operators_are_recorded_with_what_they_move(monkeypatch):
 
 def test_needles_are_found_where_a_cache_keeps_them(cli, tmp_path):
     """A batch of two for three prompts."""
-    methods = "--method dense --method streaming:recent=200 --method snapkv:keep=500,pool=13"
+    methods = "--method dense --method streaming:recent=240 --method snapkv:keep=500,pool=13"
     sizes = f"--lengths 600 --depths 3 --samples 1 --rows 2 --csv {tmp_path}/t.csv"
     assert cli(f"bench needle --checkpoint {NANO} {methods} {sizes}")[0] == 0
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
@@ -1142,8 +1142,9 @@ def test_tables_become_lines_of_points():
         (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
         (EVAL_HEAD, "IndexError"),
         ("tokens,loss\n64,2\n128", "train --log (TypeError"),
+        ("method,tokens_per_s\ndense,5", "train --log (ZeroDivisionError"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
     pytest.importorskip("matplotlib")
@@ -1153,6 +1154,25 @@ def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
         assert fault in cli.refusal(line) and not (tmp_path / "t.png").exists()
     else:
         assert cli(line)[0] == 0 and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_overview_names_methods_beside_dense(cli, tmp_path):
+    """Of each method its first row, where its KL is below 1; and speeds as multiples of dense's."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    head = "model,method,bytes/token,kl wikitext2_4096"
+    (tmp_path / "eval.csv").write_text(
+        f"{head}\nm,dense,8,0\nm,LRQK r 32,4,.02\nm,LRQK r 16,2,.1\nm,FDC,7,6\nm,Quest,9,.1\n"
+    )
+    (tmp_path / "speed.csv").write_text("length,batch,method,tokens_per_s\n64,2,dense,10\n64,9,sals,35\n")
+    speeds, table = (list(csv.DictReader((tmp_path / f"{name}.csv").open())) for name in ("speed", "eval"))
+    bench.draw_overview(figure, speeds, [table])
+    left, right = figure.axes
+    assert [text.get_text().strip() for text in left.texts[1:]] == ["10 (1 x)", "35 (3.5 x)"]
+    assert {text.get_text().strip() for text in right.texts} == {"LRQK + host memory", "dense: KL 0"}
+    assert [*right.texts[0].get_position()] == [50, 0.02]
+    line = f"bench plot --overview {tmp_path}/speed.csv {tmp_path}/eval.csv --out {tmp_path}"
+    assert cli(line)[0] == 0 and (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
+    assert "overview: no table of" in cli.refusal(line.replace("speed.csv", "eval.csv"))
 
 
 # ------------------------------------------------------------------------------------------------- hopper.py
