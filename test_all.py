@@ -4530,6 +4530,17 @@ def test_the_names_in_the_docs_are_in_the_code():
         assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
+def test_the_exercises_name_functions_and_selections_that_there_are():
+    """Those of docs/methods.md: delete a body, and the tests that `-k` selects say when it is back."""
+    row = r"^\| (\d+) \| `(\w+)`.* \| `-k (\w+)` \|"
+    exercises = re.findall(row, (ROOT / "docs/methods.md").read_text(), flags=re.M)
+    tests = [*STEPS, *(name for name in globals() if name.startswith("test_"))]
+    for _, function, selection in exercises:
+        assert any(callable(getattr(part, function, 0)) for part in (compress, kernels, calibrate)), function
+        assert any(selection in name for name in tests), selection
+    assert [int(number) for number, *_ in exercises] == [*range(1, 11)]
+
+
 def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
     code = (ROOT / "docs/methods.md").read_text().split("```python\n")[1].split("```")[0]
     path = tmp_path / "scaled.py"
