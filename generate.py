@@ -158,7 +158,8 @@ class Engine:
             # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
-        self.step = self._capture() if graphed else self._step
+        if graphed:
+            self.step = self._capture()
         if compiled and not graphed:
             self.step()
         # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
@@ -166,7 +167,7 @@ class Engine:
         self.pos.zero_()
         self.capture_s = time.time() - started if compiled or graphed else 0.0
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
         self.logits.copy_(self.decode(self.model, self.tokens, self.pos, self.caches, *self.steps))
         self._sample()
@@ -184,12 +185,12 @@ class Engine:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step()
+                self.step()
                 self.pos.zero_()  # a cache may have room for no more
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
-            self._step()
+            self.step()
         return graph.replay
 
     def prefill(self, prompts: list[list[int]]) -> None:
