@@ -65,10 +65,10 @@ INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on ev
 
 def tracked(label: str, items: Collection) -> Iterator:
     """The items, one by one, with their progress."""
-    with Progress(label, len(items)) as progress:
-        for item in items:
-            yield item
-            progress.tick()
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
@@ -100,15 +100,15 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
+    bar = Progress("tokens", most)
 
-    def stream(bar: Progress) -> Iterator[int]:
+    def stream() -> Iterator[int]:
         for text in read_texts(files):
             ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
             bar.tick(len(ids))
             yield from ids
 
-    with Progress("tokens", most) as bar:
-        ids = np.fromiter(itertools.islice(stream(bar), most), np.int32)
+    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
     if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
     if vocabulary and ids.max() >= vocabulary:
@@ -255,19 +255,19 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
-    with Progress("trial", 2 * ends.shape[1]) as bar:
-        for name in ("pre", "post"):
-            blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
-            own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
-            values, vectors = eigen(own)
-            tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-            context = Context(model, *trial.shape)
-            caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
-            engine = Engine(model, caches, context, Sampling())
-            (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
-            facts[f"perplexity_{name}"] = loss.mean().exp().item()
-            kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
-            facts[f"energy of 25%, {name}"] = kept.mean().item()
+    bar = Progress("trial", 2 * ends.shape[1])
+    for name in ("pre", "post"):
+        blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+        own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
+        values, vectors = eigen(own)
+        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
+        context = Context(model, *trial.shape)
+        caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
+        engine = Engine(model, caches, context, Sampling())
+        (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
+        facts[f"perplexity_{name}"] = loss.mean().exp().item()
+        kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+        facts[f"energy of 25%, {name}"] = kept.mean().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     return tensors, facts
 
@@ -323,8 +323,8 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             orders["contribution"].append(contribution(q[:, :, h], k[:, :, h]).argsort(descending=True).cpu())
             bar.tick()
 
-    with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
-        observe(model, tokens, see)
+    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
+    observe(model, tokens, see)
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
@@ -436,9 +436,9 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
         bar.tick()
         return fdc_accuracy(model, tokens, tensors, rate)
 
-    with Progress("rate", len(rates).bit_length() + 1) as bar:
-        dense = found(0.0)
-        held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
+    bar = Progress("rate", len(rates).bit_length() + 1)
+    dense = found(0.0)
+    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
@@ -1394,25 +1394,25 @@ def run_eval(args: argparse.Namespace) -> dict:
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     asked = len(args.lengths) * len(args.tasks) * args.samples
     results, reference = [], {}
-    with Progress("eval", len(candidates) * (len(texts) * args.continuation + asked)) as bar:
-        for candidate in candidates:
-            try:
-                row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-                tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-            except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-                if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
-                    raise
-                print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
-                continue
-            row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-            results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-            named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
-            leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-            columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
-            figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
-            print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
-            if table:
-                save_csv(table, columns, results)
+    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + asked))
+    for candidate in candidates:
+        try:
+            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+            if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
+                raise
+            print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
+            continue
+        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
+        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+        named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
+        leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+        columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
+        figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
+        print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
+        if table:
+            save_csv(table, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print("the settings at each capacity; * where none gets down to the share of dense's")

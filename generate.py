@@ -53,29 +53,19 @@ FIRST = torch.zeros(1, dtype=torch.int64)  # an index: kernels copy by it, which
 
 
 class Progress:
-    """How far a long job is: a line on stderr every ten seconds; silent within another one."""
-
-    outer = None
+    """How far a long job is: a line on stderr every ten seconds."""
 
     def __init__(self, label: str, total: float):
         self.label, self.total, self.done, self.started = label, total, 0, time.time()
         self.shown = self.started
-        Progress.outer = Progress.outer or self
 
     def tick(self, n: float = 1) -> None:
         self.done, now = min(self.done + n, self.total), time.time()
-        if self is Progress.outer and now - self.shown > 10:
+        if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
             done = f"{self.done:.0f}/{self.total:.0f}"
             print(f"{self.label} {done}, {left:.0f} s left", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self is Progress.outer:
-            Progress.outer = None
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -202,14 +192,11 @@ class Engine:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
         n, pending = self.prefill_chunk, self.tokens.clone()
         chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
-        with Progress("reading", len(chunks) * len(self.model.layers)) as bar:
-            hooks = [x.attention.register_forward_hook(lambda *_: bar.tick()) for x in self.model.layers]
-            for row, ids in chunks:
-                tokens = torch.tensor(ids, device=self.context.device)
-                self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
-                self.pos[row] += len(ids)
-            for hook in hooks:
-                hook.remove()
+        bar = Progress("reading", len(chunks) * len(self.model.layers))
+        for row, ids in chunks:
+            tokens = torch.tensor(ids, device=self.context.device)
+            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches, bar.tick)
+            self.pos[row] += len(ids)
         self.check_logits()
         self._sample()
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)

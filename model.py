@@ -438,14 +438,16 @@ class Llama(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
-    def extend(self, tokens: Tensor, row: int, start: int, caches: list) -> Tensor:
+    def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
-        Layer by layer over all of them: one layer's full K and V exist at a time, never all."""
+        Layer by layer over all of them: one layer's full K and V exist at a time, never all. tick is called
+        after each layer."""
         x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
             for chunk in x.split(self.MLP_CHUNK):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
+            tick()
         return self.output(self.norm(x[-1:]))[0]
 
     def decode(self, tokens: Tensor, pos: Tensor, caches, step=decode_layer, last=decode_logits) -> Tensor:

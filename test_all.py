@@ -4436,7 +4436,6 @@ def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypat
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     row = {"bytes/token": 1.0, "errors": {}}
     monkeypatch.setattr(calibrate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
-    monkeypatch.setattr(generate.Progress, "outer", None)
     line = "eval --method kivi --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
     code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
     rows = (tmp_path / "t.csv").read_text().splitlines()
@@ -4612,12 +4611,11 @@ def test_report_counts_rows_and_lengths(checkpoint):
     assert answer.report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
 
 
-def test_progress_is_on_stderr(monkeypatch, capsys):
-    monkeypatch.setattr(generate.Progress, "outer", None)
-    with generate.Progress("slow", 4) as progress:
-        progress.tick()
-        progress.shown = progress.started = progress.started - 30
-        progress.tick()
+def test_progress_is_on_stderr(capsys):
+    progress = generate.Progress("slow", 4)
+    progress.tick()
+    progress.shown = progress.started = progress.started - 30
+    progress.tick()
     assert capsys.readouterr() == ("", "slow 2/4, 30 s left\n")
 
 
