@@ -312,10 +312,6 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def is_chat(prompt: str | list) -> bool:
-    return bool(prompt) and isinstance(prompt[0], dict)
-
-
 def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt for the next answer, by the model's own template. What a message says never
     becomes a control token.
@@ -505,7 +501,8 @@ class LLM:
         """Token ids of a prompt, with those that it follows."""
         if isinstance(prompt, str):
             return [*after, *(self.tokenizer.encode_continuation if after else self.tokenizer.encode)(prompt)]
-        return encode_chat(self.tokenizer, prompt) if is_chat(prompt) else [*after, *prompt]
+        is_chat = prompt and isinstance(prompt[0], dict)
+        return encode_chat(self.tokenizer, prompt) if is_chat else [*after, *prompt]
 
     def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
         """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
@@ -556,12 +553,8 @@ class LLM:
 
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
         for row, ids in enumerate(output.token_ids):
-            output.text[row] = decode(ids, self.before(prompts[row], row)) if decode else ""
+            output.text[row] = decode(ids, self.told[row]) if decode else ""
             self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
-
-    def before(self, prompt: str | list, row: int) -> list[int]:
-        """The ids after which a row's text goes on: none where it is a chat's next message."""
-        return [] if is_chat(prompt) else self.told[row]
 
     def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
         """Text after each prompt. how: as in `tokens`."""
@@ -575,7 +568,7 @@ class LLM:
         """The text after one prompt, piece by piece as its tokens are made."""
         pieces = None
         for _, token in self.tokens([prompt], max_new_tokens, **how):
-            pieces = pieces or StreamDecoder(self.tokenizer, self.before(prompt, 0))
+            pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])
             yield pieces.push(token)
         yield pieces.flush() if pieces else ""
 
