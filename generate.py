@@ -835,11 +835,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
     batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
+    given, asked, rows = len(args.prompt or ""), len(args.ask or ""), args.batch_size
+    few = rows and (rows < given or 1 < rows < asked) or asked and given > 1
     unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
     for wrong, fault in (
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
+        (few, "--batch_size is at least the number of prompts, or of --ask; these take one prompt"),
         (unwritable, "--save_cache: no folder to write into; give another FILE"),
         (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
         (args.load_cache and args.system, "--load_cache has the system message, too; leave out --system"),
@@ -848,6 +851,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ):
         if wrong:
             raise UserError(fault)
+    args.system = [{"role": "system", "content": args.system}] if args.system else []  # the messages
     return args
 
 
@@ -867,12 +871,10 @@ def first_reads(read: Callable[[], str]) -> str:
     return gathered(None if ranks()[0] else read())[0]
 
 
-def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
+def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
-    texts, asks, prompts = args.prompt or [], args.ask or [], []
-    if args.load_cache:
-        return [], asks
-    if not texts:
+    texts, asks, prompts, config = args.prompt or [], args.ask or [], [], llm.model.config
+    if not texts and not args.load_cache:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
             raise UserError("give a --prompt: this checkpoint has no demo.txt")
@@ -890,16 +892,9 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
         if not 0 < len(text) <= LONGEST_PROMPT:
             fault = "is longer than any model reads" if text else "is empty"
             raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
-        chat = [*system_message(args), {"role": "user", "content": text}]
-        prompts.append(encode_chat(tokenizer, chat) if args.chat else tokenizer.encode(text))
-    rows = args.batch_size or len(prompts)
-    if rows < len(prompts) or asks and len(prompts) > 1 or 1 < rows < len(asks):
-        raise UserError("--batch_size is at least the number of prompts, or of --ask; these take one prompt")
+        chat = [*args.system, {"role": "user", "content": text}]
+        prompts.append(llm.encode(chat if args.chat else text))
     return prompts, asks
-
-
-def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
-    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
@@ -912,8 +907,8 @@ def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
 def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
     """Reads or loads the prompts, with room for what comes after."""
     rows = args.batch_size or len(prompts)
-    asked = [len(llm.encode(f"\n{ask}", [0])) - 1 for ask in asks] or [0]
-    more = [n + args.max_new_tokens for n in asked]
+    new = args.max_new_tokens
+    more = [len(llm.encode(f"\n{ask}", [0])) - 1 + new for ask in asks] or [new]
     more = max(more) if rows > 1 else sum(more)
     if args.load_cache:
         return llm.load(args.load_cache, more)
@@ -926,7 +921,7 @@ def run_generate(args: argparse.Namespace) -> None:
     llm = llm_of(args, args.method, args.options)
     if args.interactive:
         return run_interactive(llm, args)
-    prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
+    prompts, asks = read_prompts(args, llm)
     output, answers = begin(llm, args, prompts, asks), {}
     if args.save_cache and not args.load_cache:
         llm.save(args.save_cache)
@@ -965,7 +960,7 @@ def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     if args.load_cache:
         llm.load(args.load_cache, args.max_new_tokens)
     else:
-        llm.open(1).history = system_message(args)
+        llm.open(1).history = args.system
     if len(llm.told) > 1:
         raise UserError(f"{args.load_cache} has {len(llm.told)} rows; --interactive goes on with one alone")
     dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
