@@ -467,7 +467,7 @@ class LLM:
         self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
         self.method, self.options, self.seed, self.weights = method, settings, seed, weights
         self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
-        self.settings, self.batch_size, self.context = settings_from(method, settings), batch_size, context
+        self.settings, self.batch_size, self.capacity = settings_from(method, settings), batch_size, context
         self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
         self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
         self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
@@ -478,7 +478,8 @@ class LLM:
         where no context was given. UserError where settings, artifact, model and memory do not fit one
         another, before anything is built."""
         model, c, settings = self.model, self.model.config, self.settings
-        capacity = self.context or max(need, min(4096, c.max_positions, c.sliding_window or 4096))
+        shortest = min(4096, c.max_positions, c.sliding_window or 4096)
+        self.capacity = capacity = self.capacity or max(need, shortest)
         check_capacity(capacity, c, "--context")
         artifact = artifact_for(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
@@ -509,8 +510,7 @@ class LLM:
         holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
         max_new_tokens, do not fit."""
         ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
-        capacity = self.engine.context.capacity if self.engine else self.context
-        need = check_lengths(ids, max_new_tokens, capacity, self.model.config)
+        need = check_lengths(ids, max_new_tokens, self.capacity, self.model.config)
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine
         started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
         rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
@@ -579,7 +579,9 @@ class LLM:
     def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
         """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
         the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
-        engine, history = self.engine or self.open(1).engine, self.history
+        if not self.engine:
+            self.open(1)
+        history = self.history
         history.append({"role": "user", "content": line})
         first = sum(message["role"] == "system" for message in history)
 
@@ -588,7 +590,7 @@ class LLM:
             return history if chat else "".join(texts).removeprefix("\n")
 
         turn = self.encode("\n" + line, self.told[0]) if self.told[0] and not chat else prompt()
-        while len(self.encode(turn)) + max_new_tokens > engine.context.capacity and history[first + 1 :]:
+        while len(self.encode(turn)) + max_new_tokens > self.capacity and history[first + 1 :]:
             print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
             del history[first : first + 2]
             turn = prompt()
@@ -630,12 +632,10 @@ class LLM:
         """What a saved cache must agree on with this one. UserError for several processes."""
         if ranks()[1] > 1:
             raise UserError("a cache is saved and loaded by one process; leave out torchrun")
-        folder, artifact = self.source, method_named(self.method).artifact
-        fitted = artifact and not isinstance(folder, ModelConfig)
         own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
         own["dtype"] = str(self.model.norm.weight.dtype)
-        files = [compress.artifact_path(folder, artifact)] if fitted else []
-        own["artifact"] = model_file.fingerprint(files)
+        if isinstance(self.source, Path) and (name := method_named(self.method).artifact):
+            own["artifact"] = model_file.fingerprint([compress.artifact_path(self.source, name)])
         return compress.model_identity(self.model) | own
 
     def save(self, path: str | Path) -> None:
@@ -654,9 +654,9 @@ class LLM:
         facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
         lengths, context, history = json.loads(facts["rows"])
         if not self.engine:
-            self.context = self.context or max(context, max(lengths) + max_new_tokens)
+            self.capacity = self.capacity or max(context, max(lengths) + max_new_tokens)
             self.open(self.batch_size or len(lengths))
-        rows, capacity, saved = len(self.told), self.engine.context.capacity, []
+        rows, capacity, saved = len(self.told), self.capacity, []
         for what, wanted, given in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
             if wanted > given:
                 raise UserError(f"{path} needs a --{what} of {wanted}, not {given}; raise --{what}")
@@ -912,7 +912,7 @@ def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: li
     more = max(more) if rows > 1 else sum(more)
     if args.load_cache:
         return llm.load(args.load_cache, more)
-    llm.context = check_lengths(prompts, more, args.context, llm.model.config)
+    llm.capacity = check_lengths(prompts, more, args.context, llm.model.config)
     llm.open(rows)  # says whether so many rows fit, before there is a prompt for each
     return llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
 

@@ -532,7 +532,7 @@ def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
     """An LLM of a tiny model, in fp64, without a tokenizer."""
     model = tiny_model(head_dim=width_for(method)).double()
     with mock.patch.object(generate, "load", lambda *_: (model, None)):
-        llm = generate.LLM(model.config, method, device="cpu", **options)
+        llm = generate.LLM(model.config, method, device="cpu", context=capacity, **options)
     llm.engine, llm.told = make_engine(model, method, rows, capacity, block=16, **options), [[]] * rows
     return llm
 
