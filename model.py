@@ -330,11 +330,9 @@ class Linear(nn.Linear):
     """A linear layer. `quantize` makes its weight int8 codes, with a scale in bf16 for each output."""
 
     def quantize(self) -> None:
-        codes = torch.empty_like(self.weight, dtype=torch.int8)
-        scale = torch.empty_like(self.weight[:, :1], dtype=torch.bfloat16)
-        n = max(1, (1 << 19) // codes.shape[1])  # rows at once, which a CPU's caches hold
-        for i in range(0, len(codes), n):
-            codes[i : i + n], scale[i : i + n] = quantize_int8(self.weight[i : i + n], dtype=scale.dtype)
+        rows = max(1, (1 << 19) // self.weight.shape[1])  # at once, which a CPU's caches hold
+        parts = [quantize_int8(part, dtype=torch.bfloat16) for part in self.weight.split(rows)]
+        codes, scale = map(torch.cat, zip(*parts, strict=True))
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
