@@ -468,7 +468,7 @@ def fits_of(method: str) -> dict[str, str]:
     raise UserError(f"{method} needs no calibration")
 
 
-def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
+def run_fit(args: argparse.Namespace) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
@@ -480,7 +480,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     if not can_write(folder := args.out or args.checkpoint):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
+    tokens = text_windows(args, model.config, tokenizer)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in filter(Path.is_file, args.checkpoint.iterdir()):

@@ -461,14 +461,14 @@ class LLM:
     def __init__(
         self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
         context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
-        temperature=0.0, top_k=0, top_p=1.0, compiled=None, kernel=None, prefill_chunk=None, **settings
+        temperature=0.0, top_k=0, top_p=1.0, compile=None, kernels=None, prefill_chunk=None, **settings
     ):  # fmt: skip
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
         self.method, self.options, self.seed, self.weights = method, settings, seed, weights
         self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
         self.settings, self.batch_size, self.capacity = settings_from(method, settings), batch_size, context
-        self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
+        self.compile, self.kernels, self.prefill_chunk = compile, kernels, prefill_chunk
         self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
         self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
         self.history: list[dict[str, str]] = []  # messages of `say`
@@ -483,12 +483,12 @@ class LLM:
         check_capacity(capacity, c, "--context")
         artifact = artifact_for(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
-        context = Context(model, rows, capacity, self.kernel)
+        context = Context(model, rows, capacity, self.kernels)
         caches = method_named(self.method).build(model, settings, context, artifact)
         if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
         graphed = context.device.type == "cuda"
-        how = graphed if self.compiled is None else self.compiled, graphed, self.prefill_chunk
+        how = graphed if self.compile is None else self.compile, graphed, self.prefill_chunk
         try:
             self.engine = Engine(model, caches, context, self.sampling, *how)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -899,8 +899,7 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
 
 def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
     source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    names = "batch_size context device dtype weights temperature top_k top_p seed prefill_chunk".split()
-    how = {name: getattr(args, name) for name in names} | {"compiled": args.compile, "kernel": args.kernels}
+    how = {name: getattr(args, name) for name in LLM.__init__.__kwdefaults__}  # which are options here
     return LLM(source, method, **how, **options)
 
 
