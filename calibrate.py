@@ -54,7 +54,7 @@ from compress import (
     settings_from,
 )
 from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
-from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
+from model import Llama, ModelConfig, UserError, apply_rope, gathered, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
 
@@ -328,17 +328,6 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
-@torch.inference_mode()
-def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> float:
-    """Perplexity of tokens [N, S] in EliteKV form without uptraining; leaves the model as it was."""
-    dense = [layer.attention for layer in model.layers]
-    method_named("elitekv").fold_all(model, settings, artifact)
-    perplexity = full_passes(model, tokens)[1].item()
-    for layer, before in zip(model.layers, dense, strict=True):
-        layer.attention = before
-    return perplexity
-
-
 def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     """(r, d_ckv) that fill this fraction of the dense cache and add no parameters (App. C), so that
     d_ckv (dim + n) <= dim n with n = Hkv (2D - 2r).
@@ -355,13 +344,17 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 
 def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows without uptraining (App. C)."""
+    lowest perplexity on the last windows without uptraining (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     allocations = elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
-    sizes = tracked("elitekv", allocations)
-    trials = {size: elite_trial(model, tokens[-4:], EliteSettings(*size), tensors) for size in sizes}
+    dense, trials = [layer.attention for layer in model.layers], {}
+    for size in tracked("elitekv", allocations):
+        method_named("elitekv").fold_all(model, EliteSettings(*size), tensors)
+        trials[size] = full_passes(model, tokens[-4:])[1].item()
+        for layer, attention in zip(model.layers, dense, strict=True):
+            layer.attention = attention
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
     facts = {f"perplexity_{r}_{d}": perplexity for (r, d), perplexity in trials.items()}
@@ -1091,14 +1084,12 @@ class Watched:
 
     def extend(self, row: int, span: slice, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
-        if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
-            self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
+        self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
         return self.cache.extend(row, span, q, k, *rest)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
-        if k.shape[-1] == self.keys.shape[-1]:
-            self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
-            self.query = self.cache.rope(q, pos)
+        self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
+        self.query = self.cache.rope(q, pos)
         return self.cache.decode(pos, q, k, *rest)
 
     def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
@@ -1173,9 +1164,11 @@ class Candidate:
                 if rows <= (least or rows):
                     raise
                 rows = rows * 7 // 8
-        method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
-        caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
-        caches = [Watched(cache) for cache in caches] if watched else caches
+        method, context = method_named(self.method), Context(model, min(gathered(rows)), capacity)
+        settings = settings_from(self.method, self.used[capacity])
+        caches = method.build(model, settings, context, artifact)
+        if watched and hasattr(settings, "budget"):  # the others attend all
+            caches = [Watched(cache) for cache in caches]
         return Engine(model, caches, context, Sampling(temperature), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
@@ -1303,7 +1296,7 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], referenc
         if args.generate:
             row |= drift(figures)
             continue
-        watched = model_file.gathered([cache.result() for cache in engine.caches])
+        watched = gathered([cache.result() for cache in engine.caches if isinstance(cache, Watched)])
         seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
@@ -1326,7 +1319,7 @@ def ledger(engine: Engine, length: int) -> dict:
     step reads from a row of `length` tokens; of all ranks together."""
     tokens = engine.context.batch_size * engine.context.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
+    measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
     return row | ({"host/token": host / tokens} if host else {})
 
