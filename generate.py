@@ -219,8 +219,7 @@ class Engine:
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
-            kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
-            raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
+            raise UserError(f"the logits are not finite in {self.logits.dtype}; use --dtype bf16 or fp32")
 
 
 @dataclass

@@ -3871,14 +3871,14 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
     norm = load_file(folder / WEIGHTS)["model.norm.weight"]
     put_weight(folder, "model.norm.weight", torch.full_like(norm, 6e4))
     line = "generate --prompt hello --max_new_tokens 3 --dtype"
-    assert "not finite in fp16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
+    assert "not finite in torch.float16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
     assert cli(f"{line} bf16")[0] == 0
     put_weight(folder, "model.norm.weight", torch.full_like(norm, 1e5))
     assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in cli.refusal(f"{line} fp16")
     engine = make_engine(tiny_model(), "dense", 1, 9)
     engine.prefill([[5]])
     with mock.patch.object(engine, "decode", lambda *_: torch.full((1, 96), torch.nan)):
-        with pytest.raises(UserError, match="not finite in fp32"):
+        with pytest.raises(UserError, match="not finite in torch.float32; use"):
             decode_rows(engine, 3, lambda ids: False)
 
 
