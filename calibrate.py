@@ -42,17 +42,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import compress
 import model as model_file
-from compress import (
-    Cache,
-    Context,
-    EliteSettings,
-    artifact_path,
-    load_artifact,
-    method_named,
-    replacing,
-    save_artifact,
-    settings_from,
-)
+from compress import Cache, Context, load_artifact, method_named, replacing, save_artifact, settings_from
 from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
 from model import Llama, ModelConfig, UserError, apply_rope, gathered, load_tokenizer, ranks, rope_tables
 
@@ -351,7 +341,7 @@ def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
     dense, trials = [layer.attention for layer in model.layers], {}
     for size in tracked("elitekv", allocations):
-        method_named("elitekv").fold_all(model, EliteSettings(*size), tensors)
+        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), tensors)
         trials[size] = full_passes(model, tokens[-4:])[1].item()
         for layer, attention in zip(model.layers, dense, strict=True):
             layer.attention = attention
@@ -485,7 +475,7 @@ def run_fit(args: argparse.Namespace) -> None:
     options = {"sals": {"max_rank": args.max_rank}}
     options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for name, fit in args.fits.items():
-        path = artifact_path(folder, name)
+        path = compress.artifact_path(folder, name)
         try:
             tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
         except UserError as error:
@@ -837,7 +827,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
             metadata = {"method": "elitekv"} | compress.model_identity(model)
-            save_artifact(artifact, artifact_path(partial, "elitekv"), metadata)
+            save_artifact(artifact, compress.artifact_path(partial, "elitekv"), metadata)
 
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)

@@ -201,9 +201,7 @@ class ModelConfig:
             if not isinstance(value, f.type) or type(value) in (int, float) and not 0 < value < limit:
                 raise ValueError(f"{f.name} is {value!r}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
-            )
+            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
