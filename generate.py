@@ -533,11 +533,10 @@ class LLM:
         return self.output
 
     def tokens(
-        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False, stride=1
+        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
-        `output` has all. line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in
-        decode_tokens."""
+        `output` has all. line: an answer ends with its line. ignore_eos: nothing else ends it."""
         rows = len(self.told) or self.batch_size or len(prompts)
         if not prompts:
             raise UserError("there is no prompt; give one")
@@ -550,6 +549,8 @@ class LLM:
         def stops(ids: list[int]) -> bool:
             return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
 
+        # A row that may stop is looked at after each step: a follow-up goes on only where nothing came after.
+        stride = 16 if self.model.norm.weight.is_cuda and ignore_eos and not line else 1
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
         for row, ids in enumerate(output.token_ids):
             output.text[row] = decode(ids, self.told[row]) if decode else ""
@@ -557,8 +558,7 @@ class LLM:
 
     def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
         """Text after each prompt. how: as in `tokens`."""
-        fast = self.model.norm.weight.is_cuda and not how.get("line")
-        prompts, how = [prompts] if isinstance(prompts, str) else prompts, {"stride": 16 if fast else 1} | how
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         for _ in self.tokens(prompts, max_new_tokens, **how):
             pass
         return self.output
@@ -566,9 +566,9 @@ class LLM:
     def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
         """The text after one prompt, piece by piece as its tokens are made."""
         pieces = None
-        for _, token in self.tokens([prompt], max_new_tokens, **how):
+        for row, token in self.tokens([prompt], max_new_tokens, **how):
             pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])
-            yield pieces.push(token)
+            yield "" if row else pieces.push(token)
         yield pieces.flush() if pieces else ""
 
     def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
