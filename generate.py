@@ -228,8 +228,7 @@ class Output:
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # of the prompt; with follow of what came after
-    before: list[int] = field(default_factory=list)  # tokens that it followed
+    prompt_tokens: list[int] = field(default_factory=list)  # with all that a follow-up followed
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
@@ -244,11 +243,12 @@ class Output:
 
     def then(self, more: "Output") -> "Output":
         """This one and what follows it in the same rows, as one."""
-        lists = ((x, getattr(self, x), getattr(more, x)) for x in ("token_ids", "text", "prompt_tokens"))
-        rows = {name: [a + b for a, b in zip(old, new, strict=True)] for name, old, new in lists}
+        token_ids = [a + b for a, b in zip(self.token_ids, more.token_ids, strict=True)]
+        text = [a + b for a, b in zip(self.text, more.text, strict=True)]
+        given = [n - len(ids) for n, ids in zip(more.prompt_tokens, self.token_ids, strict=True)]
         first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
         decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
-        return replace(self, **rows, first_token_s=first_token_s, decode_s=decode_s, steps=steps)
+        return Output(token_ids, text, given, self.prefill_s, first_token_s, decode_s, steps, llm=self.llm)
 
 
 def decode_tokens(
@@ -513,8 +513,6 @@ class LLM:
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine
         started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
         rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
-        before = [len(old) * follow for old in self.told]
-        counts = [len(new) - n for new, n in zip(ids, before, strict=False)]
         if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
             if any(more := [new[n:] for new, _, n in rows]):
                 engine.feed(more + idle)
@@ -522,14 +520,14 @@ class LLM:
         else:
             engine.prefill(ids + idle)
             self.told = ids + idle
-        return self.begun(counts + [0] * len(idle), before, started)
+        return self.begun(started)
 
-    def begun(self, prompt_tokens: list[int], before: list[int], started: float) -> Output:
+    def begun(self, started: float) -> Output:
         """The output of rows that were read, and have made nothing yet."""
         rows, took = len(self.told), clock(self.engine.context.device) - started
         itself = weakref.proxy(self)  # else `del llm` would not free the model
         empty = [[] for _ in range(rows)], [""] * rows
-        self.output = Output(*empty, prompt_tokens, before, took, llm=itself)
+        self.output = Output(*empty, [*map(len, self.told)], took, llm=itself)
         return self.output
 
     def tokens(
@@ -604,7 +602,6 @@ class LLM:
         rows, output, answers = len(self.told), self.output, []
         if rows > 1:
             self.fork(0, rows)
-            output.prompt_tokens = output.prompt_tokens[:1] * rows
         for group in [questions] if rows > 1 else [[question] for question in questions]:
             group = [f"\n{question}" for question in group]
             made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
@@ -669,13 +666,13 @@ class LLM:
             self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
             self.told[row] = saved[row % len(saved)]["ids"].tolist()
         self.history = history
-        return self.begun([*map(len, self.told)], [0] * rows, started)
+        return self.begun(started)
 
     def report(self, output: Output) -> dict:
         """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
         context, model, caches = self.engine.context, self.model, self.engine.caches
-        parts = zip(output.before, output.prompt_tokens, map(len, output.token_ids), strict=True)
-        lengths, dtype = [*map(sum, parts)], str(context.dtype).removeprefix("torch.")
+        new_tokens, dtype = [*map(len, output.token_ids)], str(context.dtype).removeprefix("torch.")
+        lengths = [*map(sum, zip(output.prompt_tokens, new_tokens, strict=True))]
         table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
         per_step = output.decode_s / max(1, output.steps)
         rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
@@ -698,7 +695,7 @@ class LLM:
             "device": device_name(context.device),
             "dtype": dtype,
             "prompt_tokens": output.prompt_tokens,
-            "new_tokens": [len(ids) for ids in output.token_ids],
+            "new_tokens": new_tokens,
             "token_ids": output.token_ids,
             "text": output.text,
             "prefill_s": round(output.prefill_s, 4),
