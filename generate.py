@@ -228,7 +228,7 @@ class Output:
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # with all that a follow-up followed
+    prompt_tokens: list[int] = field(default_factory=list)  # all tokens before what was made
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
@@ -547,7 +547,7 @@ class LLM:
         def stops(ids: list[int]) -> bool:
             return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
 
-        # A row that may stop is looked at after each step: a follow-up goes on only where nothing came after.
+        # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
         stride = 16 if self.model.norm.weight.is_cuda and ignore_eos and not line else 1
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
         for row, ids in enumerate(output.token_ids):
@@ -847,7 +847,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ):
         if wrong:
             raise UserError(fault)
-    args.system = [{"role": "system", "content": args.system}] if args.system else []  # the messages
+    args.system = [{"role": "system", "content": args.system}] if args.system else []  # as messages
     return args
 
 
@@ -895,7 +895,7 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
 
 def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
     source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    how = {name: getattr(args, name) for name in LLM.__init__.__kwdefaults__}  # which are options here
+    how = {name: getattr(args, name) for name in LLM.__init__.__kwdefaults__}  # each is an option
     return LLM(source, method, **how, **options)
 
 
