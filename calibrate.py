@@ -42,19 +42,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import compress
 import model as model_file
-from compress import (
-    Cache,
-    Context,
-    EliteSettings,
-    artifact_path,
-    load_artifact,
-    method_named,
-    replacing,
-    save_artifact,
-    settings_from,
-)
+from compress import Cache, Context, load_artifact, method_named, replacing, save_artifact, settings_from
 from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
-from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, ranks, rope_tables
+from model import Llama, ModelConfig, UserError, apply_rope, gathered, load_tokenizer, ranks, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
 
@@ -65,10 +55,10 @@ INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on ev
 
 def tracked(label: str, items: Collection) -> Iterator:
     """The items, one by one, with their progress."""
-    with Progress(label, len(items)) as progress:
-        for item in items:
-            yield item
-            progress.tick()
+    bar = Progress(label, len(items))
+    for item in items:
+        yield item
+        bar.tick()
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
@@ -100,15 +90,15 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
     """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
     Raises UserError for an id outside the model's vocabulary."""
+    bar = Progress("tokens", most)
 
-    def stream(bar: Progress) -> Iterator[int]:
+    def stream() -> Iterator[int]:
         for text in read_texts(files):
             ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
             bar.tick(len(ids))
             yield from ids
 
-    with Progress("tokens", most) as bar:
-        ids = np.fromiter(itertools.islice(stream(bar), most), np.int32)
+    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
     if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
     if vocabulary and ids.max() >= vocabulary:
@@ -255,19 +245,19 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
-    with Progress("trial", 2 * ends.shape[1]) as bar:
-        for name in ("pre", "post"):
-            blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
-            own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
-            values, vectors = eigen(own)
-            tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-            context = Context(model, *trial.shape)
-            caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
-            engine = Engine(model, caches, context, Sampling())
-            (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
-            facts[f"perplexity_{name}"] = loss.mean().exp().item()
-            kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
-            facts[f"energy of 25%, {name}"] = kept.mean().item()
+    bar = Progress("trial", 2 * ends.shape[1])
+    for name in ("pre", "post"):
+        blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+        own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
+        values, vectors = eigen(own)
+        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
+        context = Context(model, *trial.shape)
+        caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
+        engine = Engine(model, caches, context, Sampling())
+        (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
+        facts[f"perplexity_{name}"] = loss.mean().exp().item()
+        kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
+        facts[f"energy of 25%, {name}"] = kept.mean().item()
     tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     return tensors, facts
 
@@ -323,20 +313,9 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             orders["contribution"].append(contribution(q[:, :, h], k[:, :, h]).argsort(descending=True).cpu())
             bar.tick()
 
-    with Progress("elitekv", c.n_layers * c.n_kv_heads) as bar:
-        observe(model, tokens, see)
+    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
+    observe(model, tokens, see)
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
-
-
-@torch.inference_mode()
-def elite_trial(model: Llama, tokens: Tensor, settings: EliteSettings, artifact: dict) -> float:
-    """Perplexity of tokens [N, S] in EliteKV form without uptraining; leaves the model as it was."""
-    dense = [layer.attention for layer in model.layers]
-    method_named("elitekv").fold_all(model, settings, artifact)
-    perplexity = full_passes(model, tokens)[1].item()
-    for layer, before in zip(model.layers, dense, strict=True):
-        layer.attention = before
-    return perplexity
 
 
 def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
@@ -355,13 +334,17 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 
 def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows without uptraining (App. C)."""
+    lowest perplexity on the last windows without uptraining (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     allocations = elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
-    sizes = tracked("elitekv", allocations)
-    trials = {size: elite_trial(model, tokens[-4:], EliteSettings(*size), tensors) for size in sizes}
+    dense, trials = [layer.attention for layer in model.layers], {}
+    for size in tracked("elitekv", allocations):
+        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), tensors)
+        trials[size] = full_passes(model, tokens[-4:])[1].item()
+        for layer, attention in zip(model.layers, dense, strict=True):
+            layer.attention = attention
     r, d_ckv = min(trials, key=trials.get)
     tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
     facts = {f"perplexity_{r}_{d}": perplexity for (r, d), perplexity in trials.items()}
@@ -436,9 +419,9 @@ def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accurac
         bar.tick()
         return fdc_accuracy(model, tokens, tensors, rate)
 
-    with Progress("rate", len(rates).bit_length() + 1) as bar:
-        dense = found(0.0)
-        held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
+    bar = Progress("rate", len(rates).bit_length() + 1)
+    dense = found(0.0)
+    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
     return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
 
 
@@ -468,7 +451,7 @@ def fits_of(method: str) -> dict[str, str]:
     raise UserError(f"{method} needs no calibration")
 
 
-def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
+def run_fit(args: argparse.Namespace) -> None:
     """Fit what a method needs and store it beside the checkpoint.
 
     It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
@@ -480,7 +463,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     if not can_write(folder := args.out or args.checkpoint):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer) if tokens is None else tokens
+    tokens = text_windows(args, model.config, tokenizer)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in filter(Path.is_file, args.checkpoint.iterdir()):
@@ -492,7 +475,7 @@ def run_fit(args: argparse.Namespace, tokens: Tensor | None = None) -> None:
     options = {"sals": {"max_rank": args.max_rank}}
     options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for name, fit in args.fits.items():
-        path = artifact_path(folder, name)
+        path = compress.artifact_path(folder, name)
         try:
             tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
         except UserError as error:
@@ -844,7 +827,7 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
         if source:
             model.fingerprint = model_file.fingerprint(model_file.weight_files(partial))
             metadata = {"method": "elitekv"} | compress.model_identity(model)
-            save_artifact(artifact, artifact_path(partial, "elitekv"), metadata)
+            save_artifact(artifact, compress.artifact_path(partial, "elitekv"), metadata)
 
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
@@ -1091,14 +1074,12 @@ class Watched:
 
     def extend(self, row: int, span: slice, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
-        if k.shape[-1] == self.keys.shape[-1]:  # EliteKV's keys are others, and it attends all
-            self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
+        self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
         return self.cache.extend(row, span, q, k, *rest)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
-        if k.shape[-1] == self.keys.shape[-1]:
-            self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
-            self.query = self.cache.rope(q, pos)
+        self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
+        self.query = self.cache.rope(q, pos)
         return self.cache.decode(pos, q, k, *rest)
 
     def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
@@ -1173,9 +1154,11 @@ class Candidate:
                 if rows <= (least or rows):
                     raise
                 rows = rows * 7 // 8
-        method, context = method_named(self.method), Context(model, min(model_file.gathered(rows)), capacity)
-        caches = method.build(model, settings_from(self.method, self.used[capacity]), context, artifact)
-        caches = [Watched(cache) for cache in caches] if watched else caches
+        method, context = method_named(self.method), Context(model, min(gathered(rows)), capacity)
+        settings = settings_from(self.method, self.used[capacity])
+        caches = method.build(model, settings, context, artifact)
+        if watched and hasattr(settings, "budget"):  # the others attend all
+            caches = [Watched(cache) for cache in caches]
         return Engine(model, caches, context, Sampling(temperature), graphed=context.device.type == "cuda")
 
     def load(self, args: argparse.Namespace, capacity: int = 0) -> Llama:
@@ -1315,7 +1298,7 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], referenc
         if args.generate:
             row |= drift(figures)
             continue
-        watched = model_file.gathered([cache.result() for cache in engine.caches])
+        watched = gathered([cache.result() for cache in engine.caches if isinstance(cache, Watched)])
         seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
 
@@ -1338,7 +1321,7 @@ def ledger(engine: Engine, length: int) -> dict:
     step reads from a row of `length` tokens; of all ranks together."""
     tokens = engine.context.batch_size * engine.context.capacity
     own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*model_file.gathered(own)), strict=True))
+    measured, read, host = map(sum, zip(*itertools.chain(*gathered(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
     return row | ({"host/token": host / tokens} if host else {})
 
@@ -1400,25 +1383,25 @@ def run_eval(args: argparse.Namespace) -> dict:
         eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
     asked = len(args.lengths) * len(args.tasks) * args.samples
     results, reference = [], {}
-    with Progress("eval", len(candidates) * (len(texts) * args.continuation + asked)) as bar:
-        for candidate in candidates:
-            try:
-                row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-                tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-            except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-                if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
-                    raise
-                print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
-                continue
-            row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-            results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
-            named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
-            leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-            columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
-            figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
-            print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
-            if table:
-                save_csv(table, columns, results)
+    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + asked))
+    for candidate in candidates:
+        try:
+            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
+            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
+        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+            if not results or ranks()[1] > 1:  # the others need dense's row, and ranks one another
+                raise
+            print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
+            continue
+        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
+        results.append(row | {"settings": candidate.used, "over": sorted(candidate.over)})
+        named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
+        leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+        columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
+        figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
+        print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
+        if table:
+            save_csv(table, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print("the settings at each capacity; * where none gets down to the share of dense's")

@@ -53,29 +53,19 @@ FIRST = torch.zeros(1, dtype=torch.int64)  # an index: kernels copy by it, which
 
 
 class Progress:
-    """How far a long job is: a line on stderr every ten seconds; silent within another one."""
-
-    outer = None
+    """How far a long job is: a line on stderr every ten seconds."""
 
     def __init__(self, label: str, total: float):
         self.label, self.total, self.done, self.started = label, total, 0, time.time()
         self.shown = self.started
-        Progress.outer = Progress.outer or self
 
     def tick(self, n: float = 1) -> None:
         self.done, now = min(self.done + n, self.total), time.time()
-        if self is Progress.outer and now - self.shown > 10:
+        if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
             done = f"{self.done:.0f}/{self.total:.0f}"
             print(f"{self.label} {done}, {left:.0f} s left", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self is Progress.outer:
-            Progress.outer = None
 
 
 # --------------------------------------------------------------------------------------------------- sampling
@@ -158,7 +148,8 @@ class Engine:
             # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
-        self.step = self._capture() if graphed else self._step
+        if graphed:
+            self.step = self._capture()
         if compiled and not graphed:
             self.step()
         # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
@@ -166,7 +157,7 @@ class Engine:
         self.pos.zero_()
         self.capture_s = time.time() - started if compiled or graphed else 0.0
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Writes `tokens` at `pos`, and replaces them by the next ones."""
         self.logits.copy_(self.decode(self.model, self.tokens, self.pos, self.caches, *self.steps))
         self._sample()
@@ -184,12 +175,12 @@ class Engine:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._step()
+                self.step()
                 self.pos.zero_()  # a cache may have room for no more
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
-            self._step()
+            self.step()
         return graph.replay
 
     def prefill(self, prompts: list[list[int]]) -> None:
@@ -201,14 +192,11 @@ class Engine:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
         n, pending = self.prefill_chunk, self.tokens.clone()
         chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
-        with Progress("reading", len(chunks) * len(self.model.layers)) as bar:
-            hooks = [x.attention.register_forward_hook(lambda *_: bar.tick()) for x in self.model.layers]
-            for row, ids in chunks:
-                tokens = torch.tensor(ids, device=self.context.device)
-                self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches)
-                self.pos[row] += len(ids)
-            for hook in hooks:
-                hook.remove()
+        bar = Progress("reading", len(chunks) * len(self.model.layers))
+        for row, ids in chunks:
+            tokens = torch.tensor(ids, device=self.context.device)
+            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches, bar.tick)
+            self.pos[row] += len(ids)
         self.check_logits()
         self._sample()
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
@@ -231,8 +219,7 @@ class Engine:
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
         if not self.logits.isfinite().all():
-            kind = next(name for name, dtype in DTYPES.items() if dtype == self.logits.dtype)
-            raise UserError(f"the logits are not finite in {kind}; use --dtype bf16 or fp32")
+            raise UserError(f"the logits are not finite in {self.logits.dtype}; use --dtype bf16 or fp32")
 
 
 @dataclass
@@ -241,8 +228,7 @@ class Output:
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # of the prompt; with follow of what came after
-    before: list[int] = field(default_factory=list)  # tokens that it followed
+    prompt_tokens: list[int] = field(default_factory=list)  # all tokens before what was made
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
@@ -257,11 +243,12 @@ class Output:
 
     def then(self, more: "Output") -> "Output":
         """This one and what follows it in the same rows, as one."""
-        lists = ((x, getattr(self, x), getattr(more, x)) for x in ("token_ids", "text", "prompt_tokens"))
-        rows = {name: [a + b for a, b in zip(old, new, strict=True)] for name, old, new in lists}
+        token_ids = [a + b for a, b in zip(self.token_ids, more.token_ids, strict=True)]
+        text = [a + b for a, b in zip(self.text, more.text, strict=True)]
+        given = [n - len(ids) for n, ids in zip(more.prompt_tokens, self.token_ids, strict=True)]
         first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
         decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
-        return replace(self, **rows, first_token_s=first_token_s, decode_s=decode_s, steps=steps)
+        return Output(token_ids, text, given, self.prefill_s, first_token_s, decode_s, steps, llm=self.llm)
 
 
 def decode_tokens(
@@ -322,10 +309,6 @@ def render_chat(template: str, **variables) -> str:
         return jinja.from_string(template).render(variables, tools=None, documents=None)
     except Exception as error:  # whatever a template does
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
-
-
-def is_chat(prompt: str | list) -> bool:
-    return bool(prompt) and isinstance(prompt[0], dict)
 
 
 def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
@@ -477,14 +460,14 @@ class LLM:
     def __init__(
         self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
         context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
-        temperature=0.0, top_k=0, top_p=1.0, compiled=None, kernel=None, prefill_chunk=None, **settings
+        temperature=0.0, top_k=0, top_p=1.0, compile=None, kernels=None, prefill_chunk=None, **settings
     ):  # fmt: skip
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
         self.method, self.options, self.seed, self.weights = method, settings, seed, weights
         self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
-        self.settings, self.batch_size, self.context = settings_from(method, settings), batch_size, context
-        self.compiled, self.kernel, self.prefill_chunk = compiled, kernel, prefill_chunk
+        self.settings, self.batch_size, self.capacity = settings_from(method, settings), batch_size, context
+        self.compile, self.kernels, self.prefill_chunk = compile, kernels, prefill_chunk
         self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
         self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
         self.history: list[dict[str, str]] = []  # messages of `say`
@@ -494,16 +477,17 @@ class LLM:
         where no context was given. UserError where settings, artifact, model and memory do not fit one
         another, before anything is built."""
         model, c, settings = self.model, self.model.config, self.settings
-        capacity = self.context or max(need, min(4096, c.max_positions, c.sliding_window or 4096))
+        shortest = min(4096, c.max_positions, c.sliding_window or 4096)
+        self.capacity = capacity = self.capacity or max(need, shortest)
         check_capacity(capacity, c, "--context")
         artifact = artifact_for(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
-        context = Context(model, rows, capacity, self.kernel)
+        context = Context(model, rows, capacity, self.kernels)
         caches = method_named(self.method).build(model, settings, context, artifact)
         if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
         graphed = context.device.type == "cuda"
-        how = graphed if self.compiled is None else self.compiled, graphed, self.prefill_chunk
+        how = graphed if self.compile is None else self.compile, graphed, self.prefill_chunk
         try:
             self.engine = Engine(model, caches, context, self.sampling, *how)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -517,20 +501,18 @@ class LLM:
         """Token ids of a prompt, with those that it follows."""
         if isinstance(prompt, str):
             return [*after, *(self.tokenizer.encode_continuation if after else self.tokenizer.encode)(prompt)]
-        return encode_chat(self.tokenizer, prompt) if is_chat(prompt) else [*after, *prompt]
+        is_chat = prompt and isinstance(prompt[0], dict)
+        return encode_chat(self.tokenizer, prompt) if is_chat else [*after, *prompt]
 
     def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
         """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
         holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
         max_new_tokens, do not fit."""
         ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
-        capacity = self.engine.context.capacity if self.engine else self.context
-        need = check_lengths(ids, max_new_tokens, capacity, self.model.config)
+        need = check_lengths(ids, max_new_tokens, self.capacity, self.model.config)
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine
         started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
         rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
-        before = [len(old) * follow for old in self.told]
-        counts = [len(new) - n for new, n in zip(ids, before, strict=False)]
         if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
             if any(more := [new[n:] for new, _, n in rows]):
                 engine.feed(more + idle)
@@ -538,22 +520,21 @@ class LLM:
         else:
             engine.prefill(ids + idle)
             self.told = ids + idle
-        return self.begun(counts + [0] * len(idle), before, started)
+        return self.begun(started)
 
-    def begun(self, prompt_tokens: list[int], before: list[int], started: float) -> Output:
+    def begun(self, started: float) -> Output:
         """The output of rows that were read, and have made nothing yet."""
         rows, took = len(self.told), clock(self.engine.context.device) - started
         itself = weakref.proxy(self)  # else `del llm` would not free the model
         empty = [[] for _ in range(rows)], [""] * rows
-        self.output = Output(*empty, prompt_tokens, before, took, llm=itself)
+        self.output = Output(*empty, [*map(len, self.told)], took, llm=itself)
         return self.output
 
     def tokens(
-        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False, stride=1
+        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
-        `output` has all. line: an answer ends with its line. ignore_eos: nothing ends it. stride: as in
-        decode_tokens."""
+        `output` has all. line: an answer ends with its line. ignore_eos: nothing else ends it."""
         rows = len(self.told) or self.batch_size or len(prompts)
         if not prompts:
             raise UserError("there is no prompt; give one")
@@ -566,19 +547,16 @@ class LLM:
         def stops(ids: list[int]) -> bool:
             return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
 
+        # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
+        stride = 16 if self.model.norm.weight.is_cuda and ignore_eos and not line else 1
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
         for row, ids in enumerate(output.token_ids):
-            output.text[row] = decode(ids, self.before(prompts[row], row)) if decode else ""
+            output.text[row] = decode(ids, self.told[row]) if decode else ""
             self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
-
-    def before(self, prompt: str | list, row: int) -> list[int]:
-        """The ids after which a row's text goes on: none where it is a chat's next message."""
-        return [] if is_chat(prompt) else self.told[row]
 
     def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
         """Text after each prompt. how: as in `tokens`."""
-        fast = self.model.norm.weight.is_cuda and not how.get("line")
-        prompts, how = [prompts] if isinstance(prompts, str) else prompts, {"stride": 16 if fast else 1} | how
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         for _ in self.tokens(prompts, max_new_tokens, **how):
             pass
         return self.output
@@ -586,9 +564,9 @@ class LLM:
     def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
         """The text after one prompt, piece by piece as its tokens are made."""
         pieces = None
-        for _, token in self.tokens([prompt], max_new_tokens, **how):
-            pieces = pieces or StreamDecoder(self.tokenizer, self.before(prompt, 0))
-            yield pieces.push(token)
+        for row, token in self.tokens([prompt], max_new_tokens, **how):
+            pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])
+            yield "" if row else pieces.push(token)
         yield pieces.flush() if pieces else ""
 
     def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
@@ -598,7 +576,9 @@ class LLM:
     def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
         """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
         the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
-        engine, history = self.engine or self.open(1).engine, self.history
+        if not self.engine:
+            self.open(1)
+        history = self.history
         history.append({"role": "user", "content": line})
         first = sum(message["role"] == "system" for message in history)
 
@@ -607,7 +587,7 @@ class LLM:
             return history if chat else "".join(texts).removeprefix("\n")
 
         turn = self.encode("\n" + line, self.told[0]) if self.told[0] and not chat else prompt()
-        while len(self.encode(turn)) + max_new_tokens > engine.context.capacity and history[first + 1 :]:
+        while len(self.encode(turn)) + max_new_tokens > self.capacity and history[first + 1 :]:
             print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
             del history[first : first + 2]
             turn = prompt()
@@ -622,7 +602,6 @@ class LLM:
         rows, output, answers = len(self.told), self.output, []
         if rows > 1:
             self.fork(0, rows)
-            output.prompt_tokens = output.prompt_tokens[:1] * rows
         for group in [questions] if rows > 1 else [[question] for question in questions]:
             group = [f"\n{question}" for question in group]
             made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
@@ -649,12 +628,10 @@ class LLM:
         """What a saved cache must agree on with this one. UserError for several processes."""
         if ranks()[1] > 1:
             raise UserError("a cache is saved and loaded by one process; leave out torchrun")
-        folder, artifact = self.source, method_named(self.method).artifact
-        fitted = artifact and not isinstance(folder, ModelConfig)
         own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
         own["dtype"] = str(self.model.norm.weight.dtype)
-        files = [compress.artifact_path(folder, artifact)] if fitted else []
-        own["artifact"] = model_file.fingerprint(files)
+        if isinstance(self.source, Path) and (name := method_named(self.method).artifact):
+            own["artifact"] = model_file.fingerprint([compress.artifact_path(self.source, name)])
         return compress.model_identity(self.model) | own
 
     def save(self, path: str | Path) -> None:
@@ -673,9 +650,9 @@ class LLM:
         facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
         lengths, context, history = json.loads(facts["rows"])
         if not self.engine:
-            self.context = self.context or max(context, max(lengths) + max_new_tokens)
+            self.capacity = self.capacity or max(context, max(lengths) + max_new_tokens)
             self.open(self.batch_size or len(lengths))
-        rows, capacity, saved = len(self.told), self.engine.context.capacity, []
+        rows, capacity, saved = len(self.told), self.capacity, []
         for what, wanted, given in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
             if wanted > given:
                 raise UserError(f"{path} needs a --{what} of {wanted}, not {given}; raise --{what}")
@@ -689,13 +666,13 @@ class LLM:
             self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
             self.told[row] = saved[row % len(saved)]["ids"].tolist()
         self.history = history
-        return self.begun([*map(len, self.told)], [0] * rows, started)
+        return self.begun(started)
 
     def report(self, output: Output) -> dict:
         """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
         context, model, caches = self.engine.context, self.model, self.engine.caches
-        parts = zip(output.before, output.prompt_tokens, map(len, output.token_ids), strict=True)
-        lengths, dtype = [*map(sum, parts)], str(context.dtype).removeprefix("torch.")
+        new_tokens, dtype = [*map(len, output.token_ids)], str(context.dtype).removeprefix("torch.")
+        lengths = [*map(sum, zip(output.prompt_tokens, new_tokens, strict=True))]
         table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
         per_step = output.decode_s / max(1, output.steps)
         rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
@@ -718,7 +695,7 @@ class LLM:
             "device": device_name(context.device),
             "dtype": dtype,
             "prompt_tokens": output.prompt_tokens,
-            "new_tokens": [len(ids) for ids in output.token_ids],
+            "new_tokens": new_tokens,
             "token_ids": output.token_ids,
             "text": output.text,
             "prefill_s": round(output.prefill_s, 4),
@@ -854,11 +831,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
     batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
+    given, asked, rows = len(args.prompt or ""), len(args.ask or ""), args.batch_size
+    few = rows and (rows < given or 1 < rows < asked) or asked and given > 1
     unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
     for wrong, fault in (
         (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
         (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
         (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
+        (few, "--batch_size is at least the number of prompts, or of --ask; these take one prompt"),
         (unwritable, "--save_cache: no folder to write into; give another FILE"),
         (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
         (args.load_cache and args.system, "--load_cache has the system message, too; leave out --system"),
@@ -867,6 +847,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ):
         if wrong:
             raise UserError(fault)
+    args.system = [{"role": "system", "content": args.system}] if args.system else []  # as messages
     return args
 
 
@@ -886,12 +867,10 @@ def first_reads(read: Callable[[], str]) -> str:
     return gathered(None if ranks()[0] else read())[0]
 
 
-def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]], list[str]]:
+def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
-    texts, asks, prompts = args.prompt or [], args.ask or [], []
-    if args.load_cache:
-        return [], asks
-    if not texts:
+    texts, asks, prompts, config = args.prompt or [], args.ask or [], [], llm.model.config
+    if not texts and not args.load_cache:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
             raise UserError("give a --prompt: this checkpoint has no demo.txt")
@@ -909,34 +888,26 @@ def read_prompts(args, tokenizer, config: ModelConfig) -> tuple[list[list[int]],
         if not 0 < len(text) <= LONGEST_PROMPT:
             fault = "is longer than any model reads" if text else "is empty"
             raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
-        chat = [*system_message(args), {"role": "user", "content": text}]
-        prompts.append(encode_chat(tokenizer, chat) if args.chat else tokenizer.encode(text))
-    rows = args.batch_size or len(prompts)
-    if rows < len(prompts) or asks and len(prompts) > 1 or 1 < rows < len(asks):
-        raise UserError("--batch_size is at least the number of prompts, or of --ask; these take one prompt")
+        chat = [*args.system, {"role": "user", "content": text}]
+        prompts.append(llm.encode(chat if args.chat else text))
     return prompts, asks
-
-
-def system_message(args: argparse.Namespace) -> list[dict[str, str]]:
-    return [{"role": "system", "content": args.system}] if args.system else []
 
 
 def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
     source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    names = "batch_size context device dtype weights temperature top_k top_p seed prefill_chunk".split()
-    how = {name: getattr(args, name) for name in names} | {"compiled": args.compile, "kernel": args.kernels}
+    how = {name: getattr(args, name) for name in LLM.__init__.__kwdefaults__}  # each is an option
     return LLM(source, method, **how, **options)
 
 
 def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
     """Reads or loads the prompts, with room for what comes after."""
     rows = args.batch_size or len(prompts)
-    asked = [len(llm.encode(f"\n{ask}", [0])) - 1 for ask in asks] or [0]
-    more = [n + args.max_new_tokens for n in asked]
+    new = args.max_new_tokens
+    more = [len(llm.encode(f"\n{ask}", [0])) - 1 + new for ask in asks] or [new]
     more = max(more) if rows > 1 else sum(more)
     if args.load_cache:
         return llm.load(args.load_cache, more)
-    llm.context = check_lengths(prompts, more, args.context, llm.model.config)
+    llm.capacity = check_lengths(prompts, more, args.context, llm.model.config)
     llm.open(rows)  # says whether so many rows fit, before there is a prompt for each
     return llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
 
@@ -945,7 +916,7 @@ def run_generate(args: argparse.Namespace) -> None:
     llm = llm_of(args, args.method, args.options)
     if args.interactive:
         return run_interactive(llm, args)
-    prompts, asks = read_prompts(args, llm.tokenizer, llm.model.config)
+    prompts, asks = read_prompts(args, llm)
     output, answers = begin(llm, args, prompts, asks), {}
     if args.save_cache and not args.load_cache:
         llm.save(args.save_cache)
@@ -984,7 +955,7 @@ def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     if args.load_cache:
         llm.load(args.load_cache, args.max_new_tokens)
     else:
-        llm.open(1).history = system_message(args)
+        llm.open(1).history = args.system
     if len(llm.told) > 1:
         raise UserError(f"{args.load_cache} has {len(llm.told)} rows; --interactive goes on with one alone")
     dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")

@@ -201,9 +201,7 @@ class ModelConfig:
             if not isinstance(value, f.type) or type(value) in (int, float) and not 0 < value < limit:
                 raise ValueError(f"{f.name} is {value!r}")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly"
-            )
+            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
@@ -330,11 +328,9 @@ class Linear(nn.Linear):
     """A linear layer. `quantize` makes its weight int8 codes, with a scale in bf16 for each output."""
 
     def quantize(self) -> None:
-        codes = torch.empty_like(self.weight, dtype=torch.int8)
-        scale = torch.empty_like(self.weight[:, :1], dtype=torch.bfloat16)
-        n = max(1, (1 << 19) // codes.shape[1])  # rows at once, which a CPU's caches hold
-        for i in range(0, len(codes), n):
-            codes[i : i + n], scale[i : i + n] = quantize_int8(self.weight[i : i + n], dtype=scale.dtype)
+        rows = max(1, (1 << 19) // self.weight.shape[1])  # at once, which a CPU's caches hold
+        parts = [quantize_int8(part, dtype=torch.bfloat16) for part in self.weight.split(rows)]
+        codes, scale = map(torch.cat, zip(*parts, strict=True))
         self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -438,14 +434,16 @@ class Llama(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
-    def extend(self, tokens: Tensor, row: int, start: int, caches: list) -> Tensor:
+    def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
-        Layer by layer over all of them: one layer's full K and V exist at a time, never all."""
+        Layer by layer over all of them: one layer's full K and V exist at a time, never all. tick is called
+        after each layer."""
         x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
             for chunk in x.split(self.MLP_CHUNK):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
+            tick()
         return self.output(self.norm(x[-1:]))[0]
 
     def decode(self, tokens: Tensor, pos: Tensor, caches, step=decode_layer, last=decode_logits) -> Tensor:

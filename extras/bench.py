@@ -77,7 +77,7 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
     config, capacity = dataclasses.replace(shapes[row.shape], **changes), row.tokens + ROOM
-    how = {"dtype": args.dtype, "weights": args.weights, "compiled": args.compile, "kernel": args.kernels}
+    how = {"dtype": args.dtype, "weights": args.weights, "compile": args.compile, "kernels": args.kernels}
     llm = LLM(config, args.method, context=capacity, device=device, **how, **args.options)
     sequences = row.sequences
     if not sequences:

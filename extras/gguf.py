@@ -170,7 +170,8 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    with path.open("wb") as file, Progress("convert, MB", end / 1e6) as bar:
+    bar = Progress("convert, MB", end / 1e6)
+    with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for shape, tensor, heads in plan.values():
             data = tensor.data

@@ -90,13 +90,13 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             engine = candidate.engine(args, min(args.rows, len(requests)), size, least=1)
             self.ledgers[size], rows = ledger(engine, size), engine.context.batch_size
             order, answers = sorted(range(len(requests)), key=lambda i: requests[i][:2], reverse=True), {}
-            with Progress(f"{candidate.label}: {label}", len(requests)) as bar:
-                for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
-                    while some := [*itertools.islice(alike, rows)]:
-                        batch = some + some[-1:] * (rows - len(some))
-                        made = decode(engine, [requests[i][2] for i in batch], *options)
-                        answers |= zip(batch, made, strict=True)
-                        bar.tick(len(some))
+            bar = Progress(f"{candidate.label}: {label}", len(requests))
+            for options, alike in itertools.groupby(order, lambda i: requests[i][0]):
+                while some := [*itertools.islice(alike, rows)]:
+                    batch = some + some[-1:] * (rows - len(some))
+                    made = decode(engine, [requests[i][2] for i in batch], *options)
+                    answers |= zip(batch, made, strict=True)
+                    bar.tick(len(some))
             return [answers[i] for i in range(len(requests))]
 
         def _loglikelihood_tokens(self, requests: list, **_) -> list[tuple[float, bool]]:
