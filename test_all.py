@@ -785,29 +785,19 @@ def test_a_cache_does_as(name, group, request):
                     assert torch.equal(got, sets), (i, row, h)
 
 
-@pytest.mark.parametrize("group", [1, 2, 8])
-@over("method, options", lambda tests: [case for case in tests.CASES if case[0] in CODED])
-def test_prefill_then_decode_equals_decode_all_the_way(method, options, group):
-    """So EliteKV's absorbed decode is its naive attention."""
-    changes, ids = {"head_dim": width_for(method), "qkv_bias": True, "group": group}, tuple(random_ids(70))
-    options = options_for(tiny_config(**changes), options)
-    engines = (make_engine(tiny_model(**changes), method, 1, 80, **options) for _ in range(2))
-    late, early = (logits_through(e, [ids[:n]], [ids[n:]]) for e, n in zip(engines, (60, 1), strict=True))
-    assert error(late, early[-len(late) :]) < (1e-4 if width_for(method) > 16 else 1e-5)
-    assert error(late[0], dense_logits((ids[:60],), (ids[60:],), **changes)[0]) > 1e-2
-
-
 SPLITS = [case for case in CASES if case[0] != "lrqk"]  # whose prompt alone decides its bases
 
 
 @over("method, options", lambda tests: tests.SPLITS)
 def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
-    """Whole numbers (codes) to the bit; what waits to be packed, as it is read."""
+    """Whole numbers (codes) to the bit; what waits to be packed, as it is read. And the same logits, where a
+    prompt attends what is stored: so EliteKV's absorbed decode is its naive attention."""
     options, ids, whole = options | skip_none(method), random_ids(48), {}
+    shape = {"n_layers": 1, "head_dim": width_for(method), "qkv_bias": True}
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
     for first, second in ends:
-        engine = make_engine(tiny_model(n_layers=1).double(), method, 1, 64, **options)
+        engine = make_engine(tiny_model(**shape).double(), method, 1, 64, **options)
         engine.prefill([ids[:first]])
         engine.feed([ids[first:second]])
         for token in ids[second:]:
@@ -817,6 +807,8 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
         buffers = dict(cache.named_buffers())
         if "keys.codes" in buffers:
             buffers = dict(zip(("keys", "values"), cache.past(0, 48), strict=True))
+        if method in CODED:
+            buffers["logits"] = engine.logits
         for name, buffer in buffers.items():
             one = whole.setdefault(name, buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
@@ -2970,7 +2962,7 @@ def run_for_hopper(*programs, capability=90):
         how = {{"scale": 1.0, "kernel": True}}
     """
     program = "".join(map(textwrap.dedent, (before, *programs)))
-    done = python("-c", program, TRITON_INTERPRET="0")
+    done = python("-c", program, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -2979,50 +2971,44 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
     """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed. Where
     launches overlap, kernels wait for the one before they touch memory."""
     program = """
+        import test_all
         names = {name for name in vars(kernels) if name.endswith("_kernel")}
         names -= {"_fetch_kernel", "_dequantize_kernel"}  # which overlap with none
         for name in names:
             setattr(kernels, name, Compile(name))
-        B, S, D = 2, 4992, 128
-        pos, scores = zeros(B, dtype=i32), zeros(B, S, dtype=fp32)
-        kernels.launch_select(scores, pos, 4, 200, 16)
+        B, S, D, bf16 = 2, 512, 128, torch.bfloat16
+        pos = zeros(B, dtype=i32)
+        kernels.launch_select(zeros(B, 4992, dtype=fp32), pos, 4, 200, 16)
+
+        def attend(form, H, G, bits, z, tokens="all", r=256, dtype=bf16, values=None):
+            sizes = B, S, H, G, D, D, bits, z, (S - 1, 9)
+            given = [*test_all.attend_case(dtype, form, tokens, *sizes, n=448, r=r)[0]]
+            given[3] = values or given[3]
+            kernels.launch_attend(*given)
+            return given[3]
+
         for H, G in ((8, 4), (32, 1)):
-            q, k = zeros(B, H * G, D), zeros(B, H, S, D)
-            window = [zeros(B, 80, H, D)] * 2
-            codes = [zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, D // 32, 2, dtype=half)]
-            scale = zeros(B, H, S, dtype=fp32)
-            rope = zeros(S, D // 2, 2, dtype=half)
-            channels = [codes[0], zeros(B, H, S // 32, D, 2, dtype=half)]
-            bias = zeros(H, D, 1, dtype=fp32)
-            latent = [zeros(B, H, S, 256), None, None, zeros(H, D, 256), None, bias, rope]
-            mixed = [zeros(B, H, S, 128, dtype=i8), scale, zeros(B, H, S, 192, dtype=torch.uint8)]
-            mixed += [zeros(H, D, 512, dtype=i8), bias, bias, rope]
-            wide = [zeros(*x.shape, dtype=fp32) for x in (rope, q, *window)]
-            given = [*mixed[:-1], wide[0]], [codes[0], scale.half()], 4, pos, None, wide[2:], 1.0
-            kernels.launch_attend(wide[1], "latents", *given)
-            spread = [codes[0], scale.half()]
-            cases = [("plain", [k], [k], 16, []), ("latents", latent, codes, 4, window)]
-            cases += [("latents", mixed, spread, 4, window)]
-            cases += [("channels", channels, codes, 4, window)]
-            for kind, keys, values, bits, beside in cases:
-                for index in (None, zeros(B, H * G, 448, dtype=i32))[: 1 if kind == "channels" else 2]:
-                    kernels.launch_attend(q, kind, keys, values, bits, pos, index, beside, 1.0)
-            for rule in ("each", "largest", "softmax"):
+            for tokens in ("all", "query head"):
+                attend("plain", H, G, 16, 0, tokens)
+                in_groups = attend("plain", H, G, 4, 80, tokens)
+                attend("joint latents", H, G, 4, 80, tokens, values=in_groups)
+                attend("joint mixed latents", H, G, 4, 80, tokens, 512)
+            attend("joint mixed latents", H, G, 4, 80, r=512, dtype=fp32)
+            attend("channels", H, G, 4, 80)
+            k = zeros(B, H, S, D)
+            for rule in test_all.RULES:
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos, kernel=True)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, **how)
-        tables = zeros(39, D // 2, dtype=fp32), zeros(39, D // 2, dtype=fp32)
-        codes = [mixed[0][:, :1].contiguous(), scale[:, :1].contiguous(), mixed[2][:, :1].contiguous()]
-        codes += [zeros(B, S, 32, D // 4, dtype=torch.uint8), zeros(B, S, 32, dtype=half)]
-        kernels.launch_append(zeros(B, 512), zeros(B, 32, D), pos, *codes)
-        placed = zeros(B, 32, D), *tables, zeros(8 * D, 200), zeros(8 * D, dtype=fp32)
+        kernels.launch_append(*test_all.appended(B, 32, D, 128, 192, S, 2, bf16))
         for coded in (False, True):
-            kernels.launch_block_queries(*placed, coded)
-        latents = mixed[0][:, :1], scale[:, :1], pos, 1.0, "softmax", 128, zeros(B, 312, 32, dtype=fp32), 16
-        kernels.launch_scores(zeros(B, 39, 1, 32, 128), *latents)
-        codes = zeros(2, B, 39, 1, 32, 128, dtype=i8)
-        kernels.launch_scores(codes, *latents, query_scale=zeros(B, 39, 32, dtype=fp32))
+            kernels.launch_block_queries(*test_all.placed_queries(B, 4, 8, 4, D, 200, bf16), coded)
+        latents = zeros(B, 1, S, 128, dtype=i8), zeros(B, 1, S, dtype=fp32)
+        latents += (pos, 1.0, "softmax", 128, zeros(B, 32, 32, dtype=fp32), 16)
+        kernels.launch_scores(zeros(B, 4, 1, 32, 128), *latents)
+        codes = zeros(2, B, 4, 1, 32, 128, dtype=i8)
+        kernels.launch_scores(codes, *latents, query_scale=zeros(B, 4, 32, dtype=fp32))
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.launch_attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
@@ -3033,10 +3019,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         small = len(compiled)
         if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
             kernels.roomy = lambda device: True
-            keys = [latent[0][:, :8].contiguous(), None, None, *(x[:8].contiguous() for x in latent[3:4])]
-            keys = [*keys, None, bias[:8].contiguous(), rope]
-            window = [x[:, :, :8].contiguous() for x in window]
-            kernels.launch_attend(q, "latents", keys, [k[:, :8].contiguous()], 16, pos, None, window, 1.0)
+            attend("joint latents", 8, 4, 16, 80)
         for i, (name, kernel) in enumerate(compiled):
             most = 99 if i < small else 227
             assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
