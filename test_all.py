@@ -2408,19 +2408,6 @@ def test_kernel_block_queries(dtype, sizes):
         close(got_offset, offset, torch.float32)
 
 
-def test_kernel_scores_of_the_codes_that_block_queries_gives():
-    given = placed_queries(2, 3, 2, 2, 32, 24, torch.float16)
-    codes = torch.randint(-127, 128, (2, 1, 40, 24), dtype=torch.int8, device=DEVICE)
-    scale, out = torch.rand(2, 1, 40, device=DEVICE) / 100, []
-    for kernel in (False, True):
-        q, query_scale, offset = kernels.block_queries(*given, True, kernel=kernel)
-        assert (query_scale is not None) == kernel
-        how = positions(39, 20), 1.0, "softmax", 16, offset, 16, query_scale
-        out.append(kernels.scores(q, codes, scale, *how, kernel=kernel))
-    live = out[0] > -torch.inf
-    assert error(out[1][live], out[0][live]) < 3e-3
-
-
 def poison(x, dead):
     """x in its own strides, NaN where dead, a mask of its leading dims."""
     x = x.clone()
@@ -3865,13 +3852,6 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
             decode_rows(engine, 3, lambda ids: False)
 
 
-def test_a_prompt_without_tokens_is_refused(cli, folder):
-    data = tokenizer_json(vocab=VOCAB | {f"<{i}>": 300 + i for i in range(9)})
-    (folder / "tokenizer.model").unlink()
-    tokenizer_of(folder, tokenizer=data)
-    assert "the prompt has no tokens" in cli.refusal("generate --prompt \x04")
-
-
 def test_a_failed_compile_ends_in_one_line(cli):
     with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}):
         told = cli.refusal("generate --prompt hello --compile")
@@ -4038,18 +4018,17 @@ def test_json_is_the_last_line_and_complete(cli):
     assert set(names.split()) <= set(report)
 
 
-def test_questions_count_as_read(cli, monkeypatch):
-    """As tokens of the prompt, in the bytes of a step, and until the first token; as the prefill does."""
-    line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
+def test_the_first_token_waits_for_prompt_and_questions(cli, monkeypatch):
     feed, slow = generate.Engine.feed, 0.25
     monkeypatch.setattr(generate.Engine, "feed", lambda *args: time.sleep(slow) or feed(*args))
-    plain = cli.json(line)
+    line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
+    plain, asked = cli.json(line), cli.json(f"{line} --ask 'who is it' --ask where?")
     assert plain["first_token_s"] >= plain["prefill_s"] >= slow
-    asked = cli.json(f"{line} --ask '{'who is ' * 20}' --ask where?")
-    more, made = asked["prompt_tokens"][0] - plain["prompt_tokens"][0], asked["new_tokens"][0]
-    assert more > 40 and asked["first_token_s"] > 2 * slow
-    token = plain["bytes_read_per_step"] / (plain["prompt_tokens"][0] + plain["new_tokens"][0])
-    assert asked["bytes_read_per_step"] == token * (asked["prompt_tokens"][0] + made)
+    assert asked["first_token_s"] > 2 * slow
+    tokens = [[report[name][0] for name in ("prompt_tokens", "new_tokens")] for report in (plain, asked)]
+    assert tokens[1][0] > tokens[0][0] + 5
+    read = [report["bytes_read_per_step"] for report in (plain, asked)]
+    assert read[1] * sum(tokens[0]) == read[0] * sum(tokens[1])
 
 
 def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
@@ -4059,24 +4038,17 @@ def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
     alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
     load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
     both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
+    again, twice = (cli.json(f"{load} --ask '{ask} is it' {rows}") for ask, rows in (
+        ("where", ""), ("who", "--batch_size 2")
+    ))  # fmt: skip
+    went_on, never_left = cli.json(load), cli.json(f"{line} --max_new_tokens 6")
     for name in ("token_ids", "text", "prompt_tokens"):
         assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
-        assert cli.json(f"{load} --ask 'where is it'")[name] == alone[1][name]
-        assert cli.json(load)[name] == cli.json(f"{line} --max_new_tokens 6")[name]
-    report = cli.json(f"{load} --ask 'who is it' --batch_size 2")
-    assert report["token_ids"] == alone[0]["token_ids"] * 2
+        assert again[name] == alone[1][name] and twice[name] == alone[0][name] * 2
+        assert went_on[name] == never_left[name]
     assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1  # no dense one has it
     assert cli(f"{line} --ask 'who is it' {end}")[1].count("dense:") == 1  # whose cache is not the one saved
     assert cli.json(f"{load} --ask 'where is it'")["text"] == alone[1]["text"]
-    # A conversation goes on where it was saved.
-    talk = "generate --interactive --max_new_tokens 6 --context 80"
-    whole, *parts = (cli(f"{talk} {cache}", stdin=turns)[1] for cache, turns in (
-        ("", "hello\nhow are you\n"),
-        (f"--save_cache {tmp_path}/d", "hello\n"),
-        (f"--load_cache {tmp_path}/d", "how are you\n"),
-    ))  # fmt: skip
-    assert whole == parts[0].removesuffix("> \n") + parts[1]
-    assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", cli.err, re.M)
 
 
 def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
@@ -4155,27 +4127,25 @@ def test_help_names_every_setting(method, cli):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
 
 
-def test_interactive_turns_equal_one_prompt_of_the_same_tokens(cli, checkpoint, monkeypatch):
-    seen = []
-    decode = generate.decode_tokens
-    spy = lambda engine, *args: seen.append(engine.logits.clone()) or decode(engine, *args)  # noqa: E731
-    monkeypatch.setattr(generate, "decode_tokens", spy)
-    turns = "hello\nhow are you\n"
-    code, out, _ = cli("generate --interactive --max_new_tokens 12 --context 80", stdin=turns)
-    assert code == 0 and out.count("> ") == 3
-    engine, tokenizer = fitted_engine(checkpoint, "dense", 1, 80), load_tokenizer(checkpoint)
-    ids = tokenizer.encode("hello")
-    engine.prefill([ids])
-    output = decode_rows(engine, 12, lambda recent: recent[-1] in tokenizer.stop_ids)
-    ids += output.token_ids[0] + output.stopped.get(0, [])
-    engine.prefill([ids + tokenizer.encode_continuation("\nhow are you")])
-    assert error(seen[1], engine.logits) < 1e-5
-
-
-def test_interactive_s_context_fits_the_model_s_window(cli, folder):
-    edit_json(folder / "config.json", model_type="mistral", sliding_window=40)
-    assert cli("generate --interactive --max_new_tokens 3", stdin="hello\n")[0] == 0
-    assert "40 (its sliding window); shorten --context" in cli.refusal("generate --interactive --context 41")
+@pytest.mark.parametrize("chat", ["", "--chat"])
+def test_a_conversation_is_one_prompt_of_its_turns_and_goes_on_where_it_was_saved(
+    chat, cli, folder, tmp_path
+):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    talk, file = f"generate --interactive {chat} --max_new_tokens 12 --context 80", tmp_path / "cache"
+    _, whole, err = cli(talk, stdin="hello\nhow are you\n")
+    assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", err, re.M)
+    _, first, _ = cli(f"{talk} --save_cache {file}", stdin="hello\n")
+    _, second, _ = cli(f"{talk} --load_cache {file}", stdin="how are you\n")
+    assert whole == first.removesuffix("> \n") + second
+    llm = generate.LLM(folder, device="cpu", context=80)
+    messages = [{"role": "user", "content": "hello"}]
+    answers = [llm.generate([messages] if chat else "hello", 12).text[0]]
+    ids = [*llm.told[0], *llm.tokenizer.encode_continuation("\nhow are you")]
+    messages += {"role": "assistant", "content": answers[0]}, {"role": "user", "content": "how are you"}
+    llm = generate.LLM(folder, device="cpu", context=80)  # reads anew
+    answers += llm.generate([messages if chat else ids], 12).text
+    assert whole == "".join(f"> {text}\n" for text in answers) + "> \n"
 
 
 def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
@@ -4187,10 +4157,11 @@ def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
 def test_a_full_chat_forgets_its_oldest_turns(chat, cli, folder, monkeypatch):
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
+    edit_json(folder / "config.json", model_type="mistral", sliding_window=100)  # the context's default
     prefill = mock.Mock(side_effect=Engine.prefill, autospec=True)
     monkeypatch.setattr(Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
     turns = [f"turn {i} of the chat" for i in range(6)]
-    line = f"generate --interactive {chat} --max_new_tokens 12 --context 100"
+    line = f"generate --interactive {chat} --max_new_tokens 12"
     code, out, err = cli(line, stdin="\n".join(turns))
     assert code == 0 and out.count("> ") == 7
     assert "note: the cache is full; the oldest turn is forgotten" in err and prefill.call_count > 1
@@ -4200,6 +4171,9 @@ def test_a_full_chat_forgets_its_oldest_turns(chat, cli, folder, monkeypatch):
     assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(chat)
     assert len(last) + 12 <= 100
     assert cli(line, stdin="long " * 200)[0] == 2 and "raise --context" in cli.err
+    assert "100 (its sliding window); shorten --context" in cli.refusal(
+        "generate --interactive --context 101"
+    )
 
 
 @pytest.mark.parametrize("method", ["dense", "sals"])
@@ -4546,14 +4520,12 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
 
 
-def test_the_report_counts_int8_weights_and_asks_dense_apart(cli):
+def test_the_report_counts_int8_weights(cli):
     report = cli.json("generate --weights int8 --prompt 30 --max_new_tokens 3")
     outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
     codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
     floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
     assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
-    _, out, _ = cli("generate --method fdc --weights int8 --prompt hello --ask one --max_new_tokens 3")
-    assert "dense:" in out and "fdc:" in out
 
 
 def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
@@ -4570,29 +4542,20 @@ def test_the_readmes_python_runs(monkeypatch, capsys):
     assert "number for silent lantern is 73308" in said and said.count("Answer: The magic number for") == 2
 
 
-def test_an_llm_counts_its_prompts_and_what_they_follow(checkpoint):
-    llm = generate.LLM(checkpoint, device="cpu", context=64)
-    for prompts, fault in (([], "there is no prompt"), (["a", "b"], "2 prompts are more than 1 rows")):
-        llm.batch_size = 1
-        with pytest.raises(UserError, match=fault):
-            llm.generate(prompts)
+def test_a_report_counts_rows_and_what_they_follow(checkpoint):
+    llm = generate.LLM(checkpoint, device="cpu", context=64, batch_size=3)
     with pytest.raises(UserError, match="read or load it first"):
         llm.ask(["who?"])
-    first = llm.generate("hello", 4, ignore_eos=True).report["bytes_read_per_step"]
-    token = first / len(llm.told[0])
-    after = llm.generate(" world", 4, ignore_eos=True, follow=True)
-    assert after.report["bytes_read_per_step"] == token * len(llm.told[0])
-    assert sum(after.before) + sum(after.prompt_tokens) + 4 == len(llm.told[0])
-
-
-def test_report_counts_rows_and_lengths(checkpoint):
-    llm = generate.LLM(checkpoint, device="cpu")
-    new = llm.tokenizer.encode_continuation(" world")
-    answer = llm.read(["hello"] * 3)
-    answer.steps, answer.decode_s, answer.token_ids, answer.text = 8, 2.0, [new] * 3, [" world"] * 3
-    assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
-    length = len(llm.tokenizer.encode("hello")) + len(new)
-    assert answer.report["bytes_read_per_step"] == 3 * length * 4 * 2 * 64 * 4
+    for prompts, fault in (([], "there is no prompt"), (["a"] * 4, "4 prompts are more than 3 rows")):
+        with pytest.raises(UserError, match=fault):
+            llm.generate(prompts)
+    for follow, prompts in ((False, ["hello", "hello there"]), (True, [" world"])):
+        answer = llm.generate(prompts, 4, ignore_eos=True, follow=follow)
+        answer.steps, answer.decode_s = 8, 2.0
+        assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+        lengths = [*map(len, llm.told)]
+        assert [*map(sum, zip(answer.before, answer.prompt_tokens, [4] * 3, strict=True))] == lengths
+        assert answer.report["bytes_read_per_step"] == sum(lengths) * 4 * 2 * 64 * 4
 
 
 def test_progress_is_on_stderr(monkeypatch, capsys):
@@ -4631,7 +4594,8 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     assert [{file.name for file in some} for some in files] == [names - held, names - held, held]
 
 
-def test_ranks_prints_what_its_json_and_its_table_have(cli, tmp_path):
+def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, tmp_path):
+    """cv_v is of the weights alone; cv_qk is 0 where every head computes the same."""
     figures = cli.json(f"ranks --windows 2 --window 64 --csv {tmp_path}/ranks.csv")
     assert figures["pre"] != figures["post"]
     for name in ("pre", "post"):
@@ -4641,21 +4605,15 @@ def test_ranks_prints_what_its_json_and_its_table_have(cli, tmp_path):
     rows = zip(range(4), *(figures[name] for name in names), strict=True)
     table = [",".join(["layer", *names]), *(",".join(map(str, row)) for row in rows)]
     assert (tmp_path / "ranks.csv").read_text().splitlines() == table
-
-
-def test_heads_vary_by_the_deviation_of_their_largest_singular_values(cli):
-    """cv_v is of the weights alone; cv_qk is 0 where every head computes the same."""
-    figures = cli.json("ranks --windows 1 --window 32")
     model = load_model(generate.NANO, CPU, torch.float32)
     for layer, cv in zip(model.layers, figures["cv_v"], strict=True):
         weight = layer.attention.wqkv.weight.split(layer.attention.widths)[2].unflatten(0, (4, -1))
         largest = torch.linalg.matrix_norm(weight, 2).numpy()
         assert cv == pytest.approx(largest.std() / largest.mean(), rel=1e-4) and cv > 0.01
-    alike = tiny_model()
-    for layer in alike.layers:
-        q, k, v = layer.attention.wqkv.weight.split(layer.attention.widths)
+    for layer in model.layers:
+        q, k, _ = layer.attention.wqkv.weight.split(layer.attention.widths)
         q.copy_(q[:16].repeat(8, 1)), k.copy_(k[:16].repeat(4, 1))
-    values = calibrate.fdc_bases(alike, tiny_tokens(1, 32), 512)["qk.values"]
+    values = calibrate.fdc_bases(model, tiny_tokens(1, 32), 512)["qk.values"]
     assert error(values, values[:, :1].expand_as(values)) < 1e-5
 
 
