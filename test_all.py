@@ -1738,20 +1738,6 @@ def test_greedy_top_k_and_top_p():
         assert (drawn - (logits[0] / temperature).softmax(-1)).abs().max() < 0.03
 
 
-def test_rows_stop_one_by_one():
-    def output(stops):
-        engine = make_engine(tiny_model(), "dense", 3, 40)
-        engine.prefill([random_ids(n, n) for n in (3, 9, 5)])
-        return decode_rows(engine, 12, stops), engine.pos.tolist()
-
-    free, pos = output(lambda ids: False)
-    assert free.steps == 11 and pos == [3 + 11, 9 + 11, 5 + 11]  # the first token is prefill's
-    stop = free.token_ids[1][4]
-    stopped = output(lambda ids: ids[-1] == stop)[0].token_ids
-    for a, b in zip(free.token_ids, stopped, strict=True):
-        assert b == (a[: a.index(stop)] if stop in a else a)
-
-
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
     model = tiny_model()
     context = Context(model, 2, 1)
@@ -2027,7 +2013,7 @@ def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path)
     for token in added.values():
         token["special"] = token["content"] == "<|end|>"
     settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
-    tokenizer_of(tmp_path, config={"model_type": "llama"}, tokenizer_config=settings)
+    tokenizer_of(tmp_path, config={"model_type": "llama", "vocab_size": 4120}, tokenizer_config=settings)
     tokenizer, oracle = with_auto(tmp_path)
     oracle, rng = oracle.backend_tokenizer, random.Random(0)
     oracle.encode_special_tokens = True
@@ -2035,6 +2021,14 @@ def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path)
     for text in [*TEXTS, *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500))]:
         ids = oracle.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(ids)
+    assert tokenizer.vocab_size == 4106 and tokenizer.stop_ids == {2, 4105}
+    assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"  # the model has more ids
+    for bad in (4120, -1):
+        with pytest.raises(UserError, match=f"{bad} is outside"):
+            tokenizer.decode([4, bad])
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 4096})
+    later = tokenizer.encode_continuation("Hello")
+    assert encode_named(tokenizer, "Hello<|end|>Hello") == [*tokenizer.encode("Hello"), 4096, *later]
 
 
 def test_vocab_and_merges(tmp_path):
@@ -2103,6 +2097,11 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
     stream = model_file.StreamDecoder(tokenizer)
     assert [stream.push(i) for i in "a你b".encode()] == ["a", "", "", "你", "b"]
     assert [stream.push(i) for i in "👍".encode()[:3]] == ["", "", ""] and stream.flush() == "\ufffd"
+    nano = load_tokenizer(NANO)  # a text's first space is no part of it, that after a prompt is
+    before, ids = nano.encode("the"), nano.encode_continuation(" world")
+    stream = model_file.StreamDecoder(nano, before)
+    assert "".join(map(stream.push, ids)) == nano.decode(ids, before) == " world"
+    assert nano.decode(ids) == "world"
 
 
 # ---- BOS, stop ids, added tokens
@@ -2169,24 +2168,6 @@ def test_stop_ids_come_from_every_file(tmp_path):
     assert load_tokenizer(NANO).chat_variables == ends  # LlamaTokenizer's
     none = {"config": {"eos_token_id": None}, "generation_config": {}, "tokenizer_config": {}}
     assert tokenizer_of(tmp_path, **none).stop_ids == {257}
-
-
-def test_added_tokens_above_sentencepiece(tmp_path):
-    """Llama 2's tokenizer.model with added tokens such as Phi-3's."""
-    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
-    names = ["<|endoftext|>", "<|assistant|>", "<|user|>", "<|end|>"]
-    added = {32000 + i: {"content": name, "special": True, "rstrip": i > 0} for i, name in enumerate(names)}
-    settings, config = {"added_tokens_decoder": added, "add_bos_token": False}, {"vocab_size": 32064}
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings, config=config)
-    assert tokenizer.vocab_size == 32004 and tokenizer.stop_ids == {2, 32000, 32003}
-    assert tokenizer.decode([32002, 15043, 32003, 32063]) == "Hello"
-    for bad in (32064, -1):
-        with pytest.raises(UserError, match=f"{bad} is outside"):
-            tokenizer.decode([15043, bad])
-    hello = real(LLAMA2).encode("Hello", bos=False)
-    later = tokenizer.encode_continuation("Hello")
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"legacy": False}, added_tokens={"<|end|>": 32000})
-    assert encode_named(tokenizer, "Hello<|end|>Hello") == [1, *hello, 32000, *later]
 
 
 # ---- chat
@@ -2556,6 +2537,12 @@ def test_kernel_select_chunks_keep_enough_of_every_row():
             assert max(N, chunks * most) <= 32768 and all(n & (n - 1) == 0 for n in (chunks, N, most))
         else:
             assert S <= 4096 or y > min(S // 16, 16384)
+
+
+def test_tiles_a_program_fill_its_last_wave():
+    """Of (tiles, rows, programs at a time): one each where all run at once, else the shortest waves."""
+    known = {(10, 1, 100): 1, (64, 4, 16): 16, (65, 4, 16): 17, (39, 8, 264): 2, (9, 3, 2): 5}
+    assert {sizes: kernels.tiles_a_program(*sizes) for sizes in known} == known
 
 
 @pytest.mark.parametrize("S, y, to_topk", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
@@ -3874,8 +3861,7 @@ def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
 
 # Command lines and what their errors say. few.txt is a text, again a folder with a tokenizer.
 BAD_COMMANDS = {
-    "generate --prompt 5 --batch_size 2147483647": "not enough memory",
-    "generate --checkpoint few.txt --prompt 5": "no such folder",
+    "generate --prompt 5 --batch_size 2147483647": "the dense cache of 2147483647 rows",
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
@@ -3960,8 +3946,22 @@ def desk(checkpoint, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def little_memory():
+    """A GB more than this process has, where the system tells that."""
+    if not (statm := Path("/proc/self/statm")).exists():
+        yield
+        return
+    import resource
+
+    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(statm.read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 @pytest.mark.parametrize("line", BAD_COMMANDS)
-def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monkeypatch):
+def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monkeypatch, little_memory):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
     monkeypatch.chdir(desk)
@@ -4038,9 +4038,8 @@ def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
     alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
     load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
     both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
-    again, twice = (cli.json(f"{load} --ask '{ask} is it' {rows}") for ask, rows in (
-        ("where", ""), ("who", "--batch_size 2")
-    ))  # fmt: skip
+    again = cli.json(f"{load} --ask 'where is it'")
+    twice = cli.json(f"{load} --ask 'who is it' --batch_size 2")
     went_on, never_left = cli.json(load), cli.json(f"{line} --max_new_tokens 6")
     for name in ("token_ids", "text", "prompt_tokens"):
         assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
@@ -4482,12 +4481,15 @@ def test_sampling_options_and_the_seed_reach_the_draw(cli):
     assert ids(f"{hot} --top_k 1") == ids(f"{hot} --top_p 1e-6") == ids("") != ids(hot)
 
 
-def test_generate_stops_at_the_models_stop_token(cli, folder, monkeypatch):
+def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder, monkeypatch):
     line, prefill, prompts = "generate --max_new_tokens 20", generate.Engine.prefill, []
-    (free,) = cli.json(f"{line} --ignore_eos --prompt hello")["token_ids"]
-    edit_json(folder / "config.json", eos_token_id=free[5])
-    assert cli.json(f"{line} --prompt hello")["token_ids"] == [free[: free.index(free[5])]]
-    assert cli.json(f"{line} --ignore_eos --prompt hello")["token_ids"] == [free]
+    batch = f"{line} --prompt hello --prompt 'and so on' --prompt who"
+    free = cli.json(f"{batch} --ignore_eos")["token_ids"]
+    stop = free[0][5]
+    edit_json(folder / "config.json", eos_token_id=stop)
+    stopped = [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
+    assert cli.json(batch)["token_ids"] == stopped and 20 in map(len, stopped)
+    assert cli.json(f"{batch} --ignore_eos")["token_ids"] == free
     # A conversation goes on after it without reading again.
     monkeypatch.setattr(generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args))
     assert cli(f"{line} --interactive --context 80", stdin="hello\nhow are you\n")[0] == 0
@@ -4543,19 +4545,22 @@ def test_the_readmes_python_runs(monkeypatch, capsys):
 
 
 def test_a_report_counts_rows_and_what_they_follow(checkpoint):
-    llm = generate.LLM(checkpoint, device="cpu", context=64, batch_size=3)
+    llm, texts = generate.LLM(checkpoint, device="cpu", context=64, batch_size=3), [""] * 3
     with pytest.raises(UserError, match="read or load it first"):
         llm.ask(["who?"])
     for prompts, fault in (([], "there is no prompt"), (["a"] * 4, "4 prompts are more than 3 rows")):
         with pytest.raises(UserError, match=fault):
             llm.generate(prompts)
-    for follow, prompts in ((False, ["hello", "hello there"]), (True, [" world"])):
+    for follow, prompts in ((False, ["hello", "hello there", "who"]), (True, [" world"] * 3)):
         answer = llm.generate(prompts, 4, ignore_eos=True, follow=follow)
-        answer.steps, answer.decode_s = 8, 2.0
-        assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+        texts = list(map("".join, zip(texts, prompts, answer.text, strict=True)))
+        assert [*map(llm.tokenizer.decode, llm.told)] == texts  # with the space before a first word
         lengths = [*map(len, llm.told)]
+        assert llm.engine.pos.tolist() == [n - 1 for n in lengths] and answer.steps == 3
         assert [*map(sum, zip(answer.before, answer.prompt_tokens, [4] * 3, strict=True))] == lengths
         assert answer.report["bytes_read_per_step"] == sum(lengths) * 4 * 2 * 64 * 4
+        answer.decode_s = 0.75
+        assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
 
 
 def test_progress_is_on_stderr(monkeypatch, capsys):

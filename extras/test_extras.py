@@ -45,54 +45,38 @@ from test_all import (
     MERGES,
     NANO,
     REAL,
-    RISES,
-    SPARSE,
     TEXTS,
-    CommandLine,
-    assert_best_basis,
     attend_case,
     by_head,
     check_attend,
     checkpoint,
     cli,
     close,
-    encode_named,
     error,
-    fitted_engine,
     folder,
     hf_model,
-    instead,
     library,
     logits_through,
     make_engine,
     nano_haystack,
-    observed,
     one_rank,
     other,
-    pairwise,
     poisoned,
     poisoned_memory,
     randn,
     random_ids,
     reads,
     row_cache,
-    run_for_hopper,
     scene,
-    sentencepiece_of,
-    spread,
     step,
-    stored_keys,
     stream,
     tiny_config,
     tiny_model,
     tiny_tokens,
-    truncate,
-    turned,
-    watched_step,
     with_auto,
 )
 
-CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
+test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
 
 # -------------------------------------------------------------------------------------------- comparison rows
 # The tests of all methods, over the lists of this file.
@@ -230,12 +214,6 @@ def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
     assert run.returncode == 0 and "energy of 50% 0." in run.stdout, run.stderr
 
 
-def test_report_of_a_cache_with_values_in_host_memory(cli):
-    report = cli.json("generate --prompt 60 --ignore_eos --max_new_tokens 20 --method shadowkv")
-    assert "every token is attended" in cli.err
-    assert report["cache_bytes_host"] == report["cache_bytes_dense"] // 2 and "cache_bytes_host" in cli.err
-
-
 # ---- the papers' algorithms
 
 
@@ -260,7 +238,7 @@ def pure_turboquant(cache, row, n, q, k, v):
 def pure_sals_cann(cache, row, n, q, k, v):
     """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
-    low = spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
+    low = test_all.spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
     k, v = (codes * scale for codes, scale in map(model_file.quantize_int8, (k, v)))
     pages = torch.arange(len(k)) // cache.page
 
@@ -473,7 +451,7 @@ def test_double_sparse_importance_is_a_mean_over_all_the_text():
     model, tokens = tiny_model(), tiny_tokens(3, 40)
     tensors, facts = baselines.fit_doublesparse(model, tokens, lambda: key_moments(model, tokens, "test"))
     cos, sin = rope_tables(model.config, 40, CPU)
-    q, k = (apply_rope(x, cos, sin) for x in observed(model, tokens)[2][:2])  # of layer 2
+    q, k = (apply_rope(x, cos, sin) for x in test_all.observed(model, tokens)[2][:2])  # of layer 2
     products = (q.unflatten(2, (4, 2)) * k[:, :, :, None]).abs().sum(3)
     assert error(tensors["importance"][2], products.mean((0, 1))) < 1e-5
     assert tensors["importance"].shape == (4, 4, 16) and 0.125 < facts["importance of 12.5%"] < 1
@@ -496,7 +474,7 @@ def test_hshare_holds_a_selection_and_lets_new_tokens_join():
     options = {"keep": 20, "every": 5, "sinks": 2, "recent": 4, "channels": 0.5}
     cache, (q, k, v) = scene("hshare", 30, 60, **options)
     for n in range(30, 60):
-        _, chosen = watched_step(cache, n, q, k, v)
+        _, chosen = test_all.watched_step(cache, n, q, k, v)
         held = cache.held[0].clone()
         if n % 5 == 0:
             pos = torch.tensor([n])
@@ -523,7 +501,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
         heads = reads(cache, n, q, k, v).head[0].tolist()
         assert heads == [of if head == twin else head for head in range(4)]
     for n in range(50, 60):
-        chosen = watched_step(cache, n, q, k, v)[1][::2]
+        chosen = test_all.watched_step(cache, n, q, k, v)[1][::2]
         assert torch.equal(chosen[twin], chosen[of]) and len(chosen.unique(dim=0)) == 3
     read = row_cache("doublesparse", tiny_model(), 1, 100, **options).score_bytes(60)
     assert cache.score_bytes(60) == read * 3 // 4
@@ -535,7 +513,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
 def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = scene("shadowkv", 100, 120, 140, **SHADOW)
-    assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
+    test_all.assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
 
 
 # ---- TurboQuant
@@ -564,12 +542,12 @@ def test_palu_is_the_whitened_svd_of_the_weights():
     tensors, _ = baselines.fit_palu(model, tokens, None)
     attention = model.layers[1].attention
     with attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2).double())):
-        observed(model, tokens)
+        test_all.observed(model, tokens)
     x = torch.cat(inputs)
     for kind, part in (("k", 1), ("v", 2)):
         weight = attention.wqkv.weight.split(attention.widths)[part][48:96].T.double()  # [dim, D]
         basis = tensors[f"{kind}.basis"][1, 1].double()
-        assert_best_basis(x @ weight, basis, (8, 24))
+        test_all.assert_best_basis(x @ weight, basis, (8, 24))
 
 
 # ------------------------------------------------------------------------------------------------- GGUF files
@@ -689,7 +667,7 @@ def test_gguf_token_ids(pre, tmp_path):
     texts += ["the<think> a"]
     for text in (text for text in texts if "<|" not in text):
         assert tokenizer.encode(text) == oracle.encode(text)
-    assert encode_named(tokenizer, "<|im_start|>the<think>") == [265, 259, 267]
+    assert test_all.encode_named(tokenizer, "<|im_start|>the<think>") == [265, 259, 267]
     assert "<think>" not in tokenizer.special_tokens
     assert tokenizer.decode([265, 259, 267, 270]) == "the<think>"
     assert tokenizer.stop_ids == {266} and tokenizer.chat_template == "<|im_start|>"
@@ -701,7 +679,7 @@ def test_gguf_token_ids(pre, tmp_path):
 @pytest.mark.parametrize("source, space", [(NANO, False), (REAL / LLAMA2, True)], ids=["nano", "llama2"])
 def test_gguf_sentencepiece_ids(source, space, tmp_path):
     pytest.importorskip("google.protobuf")  # transformers reads a tokenizer.model with it
-    sp = sentencepiece_of(source)
+    sp = test_all.sentencepiece_of(source)
     bos, unknown = (sp.bos_id(), 2) if space else (sp.eos_id(), 3)  # files may name another BOS and type
     tests, ids = ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
     meta = {"tokens": [*map(sp.id_to_piece, ids), "[PAD]"], "scores": [*map(sp.get_score, ids), 0.0]}
@@ -753,7 +731,7 @@ def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
 HUGE = np.full((288, 48), 1e30, np.float32)
 BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
     ("no GGUF file", lambda path: path.write_bytes(b"")),
-    ("truncated", lambda path: truncate(path, 0.9)),
+    ("truncated", lambda path: test_all.truncate(path, 0.9)),
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
     ("one of 2 parts", {"split__count": 2}),
     ("attention.head_count", {"llama__attention__head_count": None}),
@@ -922,17 +900,20 @@ def padded(*prompts: list[int], left: bool = True) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "do_sample": False, "eos_token_id": None}
 
 
-@pytest.mark.parametrize("family", ["llama-2", "mistral", "qwen2", "qwen3", "phi3"])
-@pytest.mark.parametrize("method", WITHIN)
+# Each family with a plain cache and with folded weights, and with one more of the methods.
+WITHIN_FAMILIES = ["llama-2", "mistral", "qwen2", "phi3", "qwen3"]
+WITHIN_CASES = [*itertools.product(WITHIN_FAMILIES, ("dense", "sals"))]
+WITHIN_CASES += zip(WITHIN_FAMILIES, ("elitekv", "lrqk", "loki", "fdc", "kivi"), strict=True)
+
+
+@pytest.mark.parametrize("family, method", WITHIN_CASES)
 def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
-    if (family, method) == ("qwen3", "elitekv"):
-        pytest.skip("EliteKV refuses norms of queries and keys")
     theirs, how = hf_model(family, hidden_size=64, num_hidden_layers=4).to(DEVICE), WITHIN[method]
     theirs.save_pretrained(tmp_path)
     model = load_model(tmp_path, CPU, torch.float32)
     if test_all.METHODS[method].fit:
         test_all.put_artifact(tmp_path, method, test_all.artifact_of(method, model), model)
-    engine = fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
+    engine = test_all.fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
     cache = within(theirs, method, batch_size=3, capacity=90, folder=tmp_path, **how)
     held = [cache.report()[f"cache_bytes_{kind}"] for kind in ("measured", "formula")]
     assert held == [sum(own.measured() for own in engine.caches)] * 2
@@ -1243,7 +1224,7 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
 @needs_hopper
 @poisoned
 def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
-    for rise in RISES:
+    for rise in test_all.RISES:
         case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
         check_attend(*case, r=64, rise=rise, written=True)
 
@@ -1260,7 +1241,7 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
     (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
     every = torch.ones(4, 2, S, dtype=torch.bool, device=DEVICE)
-    _, k = stored_keys("joint latents", dtype, every, 32)
+    _, k = test_all.stored_keys("joint latents", dtype, every, 32)
 
     def make_logits(q, index, *_):
         logits = torch.einsum("bhd,bhsd->bhs", q.float(), k)
@@ -1500,7 +1481,7 @@ def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows, sizes, size", pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
+@pytest.mark.parametrize("rows, sizes, size", test_all.pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
 def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
     """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
     epsilons."""
@@ -1528,7 +1509,7 @@ def test_nano_in_bf16_decodes_by_chains(hopper, method, monkeypatch):
     ids = random_ids(260, 1)
     for kernel in (False, True):
         how = dict.fromkeys(("kernel", "compiled", "graphed"), kernel)
-        engine = fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
+        engine = test_all.fitted_engine(NANO, method, 1, 300, "cuda", torch.bfloat16, **how)
         engine.prefill([ids[:200]])
         made = []
         for token in ids[200:]:
@@ -1557,10 +1538,10 @@ def test_kernel_hopper_linear_chain_refuses(hopper):
     refused("x must be", x=lambda x: x[None])
     refused("attended must be", x=lambda x: x[:0])
     refused("4 weights and biases, 2 norms", norms=lambda norms: norms[:1])
-    refused("x .* must be contiguous", x=turned)
+    refused("x .* must be contiguous", x=test_all.turned)
     refused("next norm must be", norms=other(1, lambda norm: norm[:32]))
     askew = randn(64 * 32 + 1, dtype=torch.bfloat16)[1:].view(64, 32)
-    refused("w2 must start at a multiple of 16", weights=other(2, instead(askew)))
+    refused("w2 must start at a multiple of 16", weights=other(2, test_all.instead(askew)))
     if not ON_HOPPER:
         refused("on a Hopper GPU: not torch.bfloat16 \\[2, 64\\] on ")
     for rows, heads_dim in ((17, 48), (2, 44)):
@@ -1589,7 +1570,7 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
         model = tiny_model(**({"dim": 64, "ffn_dim": 192, "n_layers": 2} | changes)).to(DEVICE)
         for layer in model.layers:
             layer.ffn_norm.eps = 0.1  # another than the first norm's
-        options = {"sals": SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
+        options = {"sals": test_all.SPARSE | {"skip": "0"}, "fdc": {"rate": 0.4}}.get(method, {})
         engine = make_engine(model, method, 2, 40, kernel=True, **options)
         decode = getattr(engine.decode, "func", engine.decode)
         assert decode is (hopper.decode_in_chains if chained else Llama.decode)
@@ -1608,7 +1589,7 @@ def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model = tiny_model(dim=64, ffn_dim=192, n_layers=6).to(DEVICE)
-    make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **SPARSE | {"skip": "0,1,-1"})
+    make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **test_all.SPARSE | {"skip": "0,1,-1"})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
@@ -1622,7 +1603,7 @@ def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
             code = compiled[-1][1].asm["ttgir"]
             assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
     """
-    run_for_hopper(program)
+    test_all.run_for_hopper(program)
 
 
 def test_which_rows_chains_serve(hopper, monkeypatch):
@@ -1693,7 +1674,7 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
                 assert len(re.findall(r"(red|atom)[.]global[.]sys[.]release", ptx)) == summed
                 assert ptx.count("ld.global.sys.acquire") == summed * 3 // 2
     """
-    run_for_hopper(program)
+    test_all.run_for_hopper(program)
 
 
 if __name__ == "__main__":  # a process of test_several_ranks
