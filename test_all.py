@@ -389,15 +389,11 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
 def test_what_a_config_leaves_out():
     hf = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
     hf |= {"vocab_size": 96, "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "sliding_window": 32}
-    for family, uses, window in (
-        ("llama", 0, None),
-        ("mistral", 0, 32),
-        ("qwen2", 0, None),
-        ("qwen2", 1, 32),
-    ):
-        made = model_file.ModelConfig.from_hf(hf | {"model_type": family, "use_sliding_window": bool(uses)})
+    for family, uses in itertools.product(("llama", "mistral", "qwen2"), (False, True)):
+        made = model_file.ModelConfig.from_hf(hf | {"model_type": family, "use_sliding_window": uses})
         assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (4, 12, 10000.0, None)
-        assert made.sliding_window == window and not made.tied and not made.out_bias
+        assert made.sliding_window == (32 if uses or family == "mistral" else None)
+        assert not made.tied and not made.out_bias
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
@@ -1085,10 +1081,7 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
         assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
         assert error(tensors["mean"][i], k.mean(0).flatten()) < 1e-5
         settings = compress.SalsSettings()  # 4-bit codes fit the others' size
-        down, (r, lead) = (
-            compress.sals_layer_maps(model.config, settings, tensors, i, CPU)[0],
-            settings.ranks(model.config),
-        )
+        (down, *_), (r, lead) = sals_maps(settings), settings.ranks(model.config)
         latents = (k - k.mean(0)).flatten(1) @ down.double()
         leading, others = (x.square().mean() for x in latents.split((lead, r - lead), 1))
         largest = math.sqrt(2 * math.log(2 * lead))
@@ -1242,7 +1235,7 @@ def test_a_checkpoint_may_have_one_elite_key_for_all_heads():
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
-    """r = D/2 is RoPE; below it cos = 1 and sin = 0 for the other pairs."""
+    """Of the other pairs cos = 1 and sin = 0."""
     for r in (1, 3, 8):
         model = tiny_model(group=group, qkv_bias=qkv_bias)
         c, artifact, x = model.config, artifact_of("elitekv", model), torch.randn(40, 48)
@@ -1253,7 +1246,6 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
             elite = layer.attention
             got = elite(x, elite.causal(cos[:40], sin[:40]))
             assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-4
-            assert r < 8 or error(got, attention(x, attention.causal(cos[:40], sin[:40]))) < 1e-4
             assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
             if not qkv_bias:
                 back = calibrate.dense_attention(elite).wqkv.weight
@@ -1939,7 +1931,7 @@ def test_llama3_vector_and_special_tokens():
 # ---- round trips and oracles
 
 
-@pytest.mark.parametrize("name", [LLAMA2, STORIES])
+@pytest.mark.parametrize("name", [NANO, LLAMA2, STORIES])
 def test_sentencepiece_oracle(name):
     tokenizer, oracle = real(name), sentencepiece_of(name)
     for text in TEXTS:
@@ -2076,7 +2068,7 @@ def test_long_and_broken_text(tmp_path):
 # ---- decoding
 
 
-@pytest.mark.parametrize("name", [LLAMA2, LLAMA3, QWEN, STORIES])
+@pytest.mark.parametrize("name", [NANO, LLAMA2, LLAMA3, QWEN, STORIES])
 def test_stream_decoder(name):
     """It gives what decoding at once gives, which is the text (of all but the stories' few pieces)."""
     tokenizer, rng = real(name), random.Random(0)
@@ -2086,7 +2078,7 @@ def test_stream_decoder(name):
         assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
         assert "".join(pieces) == tokenizer.decode(ids)
         assert name == STORIES or tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-    words = range(259 if name in (LLAMA2, STORIES) else 0, tokenizer.vocab_size)  # no bytes
+    words = range(259 if name in (NANO, LLAMA2, STORIES) else 0, tokenizer.vocab_size)  # no bytes
     for _ in range(200):
         ids = [i for i in rng.choices(words, k=20) if i not in tokenizer.spelled]
         assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
@@ -3912,6 +3904,9 @@ BAD_COMMANDS = {
     "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
     "eval --facts 3000 --tasks multikey --prefix 9": "--facts: 3000: give a number in [4, 1290]",
     "eval --lengths 200 --prefix 9": "ask for longer prompts",
+    "eval --checkpoint small --samples 0": "has 4096 ids, the model's vocabulary 300; the tokenizer belongs",
+    "fit --checkpoint small --method loki": "has 4096 ids, the model's vocabulary 300",
+    "train --from small --out new --text nano/demo.txt --method elitekv": "has 4096 ids",
     "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
     "fit --method sals --text none": "No such file",
@@ -3939,8 +3934,11 @@ def desk(checkpoint, tmp_path_factory):
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "sparse.txt").touch()
     os.truncate(folder / "sparse.txt", 1 << 33)
+    save_checkpoint(tiny_model(vocab_size=300), folder / "small")
     (folder / "again").mkdir()
-    shutil.copy(NANO / "tokenizer.model", folder / "again")
+    for name in ("small", "again"):
+        shutil.copy(NANO / "tokenizer.model", folder / name)
+    put_artifact(folder / "small", "elitekv", artifact_of("elitekv", tiny_model()))
     for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
         (folder / path.name).symlink_to(path)
     return folder
@@ -4216,21 +4214,6 @@ def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
         assert f"written into {folder}; give --out FOLDER" in cli.refusal("fit --method loki")
 
 
-def test_a_tokenizer_of_more_ids_than_the_model_is_named(cli, tmp_path, monkeypatch):
-    save_checkpoint(tiny_model(vocab_size=300, tied=True), tmp_path)
-    shutil.copy(NANO / "tokenizer.model", tmp_path)
-    monkeypatch.setattr(generate, "NANO", tmp_path)
-    monkeypatch.setattr(calibrate, "NANO", tiny_config(vocab_size=300))
-    (tmp_path / "a.txt").write_text("some words to train on " * 99)
-    for line in (
-        "fit --method loki --windows 2 --window 32",
-        "eval --method dense --samples 0 --prefix 20 --continuation 4",
-        f"train --out {tmp_path} --text {tmp_path}/a.txt --stages 1x64x1",
-    ):
-        told = cli.refusal(line)
-        assert "has 4096 ids, the model's vocabulary 300; the tokenizer belongs to another model" in told
-
-
 def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
     rows, retrieval = [], calibrate.eval_retrieval
 
@@ -4253,16 +4236,17 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 
 
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
+    """Of the folder's own weights: by these it holds those in int8."""
     lossy = "sals:paper,sinks=0,critical=1,recent=4"
-    line = f"eval --method {lossy} --samples 2 --rows 2 --lengths 200 --perplexity_rows 2 --prefix 40"
-    line += f" --continuation 8 --tasks single multikey uuid --facts 4 --csv {tmp_path}/table.csv"
-    rows = cli.json(line)["rows"]
-    assert [row["method"] for row in rows] == ["dense", lossy]
-    assert rows[0]["kl python"] == 0 and rows[1]["kl python"] > 1e-3
+    line = f"eval --weights int8 --method dense --method {lossy} --samples 2 --rows 2 --lengths 200"
+    line += " --tasks single multikey uuid --facts 4 --perplexity_rows 2 --prefix 40 --continuation 8"
+    rows = dense, int8, sals = cli.json(f"{line} --csv {tmp_path}/table.csv")["rows"]
+    assert [row["method"] for row in rows] == ["dense", "dense weights=int8", f"{lossy} weights=int8"]
+    assert dense["kl python"] == 0 < int8["kl python"] < 0.1 and sals["kl python"] > 2 * int8["kl python"]
     assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
-    assert rows[1]["bytes/token"] < rows[0]["bytes/token"]
-    assert len((tmp_path / "table.csv").read_text().splitlines()) == 3
-    assert rows[0]["uuid 200"] == 0  # of a model with random weights
+    assert sals["bytes/token"] < dense["bytes/token"] == int8["bytes/token"]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
+    assert dense["uuid 200"] == 0  # of a model with random weights
 
 
 def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
@@ -4439,7 +4423,7 @@ def test_the_top_works_without_extras(tmp_path):
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    tests = "run_from_the_command_line or help_names or refuse_what or bytes_read or selection or quantiser"
+    tests = "run_from_the_command_line and dense or help_names or refuse_what or bytes_read"
     run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_all.py", "-k", tests, cwd=tmp_path)
     assert run.returncode == 0, run.stdout
     names = "import compress; assert compress.method_names() == [*compress.METHODS]"
@@ -4530,13 +4514,6 @@ def test_the_report_counts_int8_weights(cli):
     assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
 
 
-def test_eval_of_int8_weights_holds_them_to_the_folders_own(cli):
-    tasks = "--samples 0 --perplexity_rows 1 --prefix 40 --continuation 20"
-    first, second = cli.json(f"eval --weights int8 --method dense {tasks}")["rows"]
-    assert [first["method"], second["method"]] == ["dense", "dense weights=int8"]
-    assert first["kl python"] == 0 < second["kl python"] < 0.1
-
-
 def test_the_readmes_python_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     exec((ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0], {})
@@ -4552,12 +4529,14 @@ def test_a_report_counts_rows_and_what_they_follow(checkpoint):
         with pytest.raises(UserError, match=fault):
             llm.generate(prompts)
     for follow, prompts in ((False, ["hello", "hello there", "who"]), (True, [" world"] * 3)):
+        before = [len(ids) * follow for ids in llm.told or [[]] * 3]
         answer = llm.generate(prompts, 4, ignore_eos=True, follow=follow)
         texts = list(map("".join, zip(texts, prompts, answer.text, strict=True)))
         assert [*map(llm.tokenizer.decode, llm.told)] == texts  # with the space before a first word
         lengths = [*map(len, llm.told)]
         assert llm.engine.pos.tolist() == [n - 1 for n in lengths] and answer.steps == 3
-        assert [*map(sum, zip(answer.before, answer.prompt_tokens, [4] * 3, strict=True))] == lengths
+        assert answer.before == before
+        assert [*map(sum, zip(before, answer.prompt_tokens, [4] * 3, strict=True))] == lengths
         assert answer.report["bytes_read_per_step"] == sum(lengths) * 4 * 2 * 64 * 4
         answer.decode_s = 0.75
         assert answer.report["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
