@@ -410,27 +410,22 @@ def test_linear_and_yarn_scaling_extend_the_positions():
     assert config(type="default").rope_scaling is None
 
 
-@pytest.mark.parametrize("rows", [3, 40])  # which read codes as they are, and which do not
-def test_an_int8_linear_has_the_nearest_codes_and_their_products(rows):
-    linear = model_file.Linear(48, 300).requires_grad_(False).to(DEVICE)
-    linear.weight[7] = 0
-    before, x = linear.weight.clone(), torch.randn(2, rows, 48).to(DEVICE)
-    linear.quantize()
-    after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
-    assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
-    assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
-    with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
-        assert error(linear(x), F.linear(x, after, linear.bias)) < 4e-3  # activations in bf16
-    assert launch.called == (DEVICE == "cuda")
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_an_int8_linear_of_any_width_reads_nothing_beyond_its_input(rows):
-    for width in (*range(1, 34), 48, 56, 72, 100):
-        codes, scale = torch.randint(-127, 128, (5, width), dtype=torch.int8), torch.rand(5).bfloat16()
+@pytest.mark.parametrize("rows", [1, 3, 40])  # which read codes as they are, and which do not
+def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input(rows):
+    for width in (*range(1, 34), 48, 56, 72, 100, 1 << 17):  # at last of several parts
+        linear = model_file.Linear(width, 9).requires_grad_(False)
+        linear.weight[7] = 0
+        before = linear.weight.clone()
+        linear.quantize()
+        after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
+        assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
+        assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
         x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
-        expected = F.linear(x.float(), codes * scale.float()[:, None])
-        assert error(model_file.linear_int8(x, codes, scale, None).float(), expected) < 8e-3
+        truth = F.linear(x.float(), after, linear.bias)
+        assert error(linear(x).float(), truth) < 8e-3 and error(linear(x.float()), truth) < 4e-3
+    with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
+        linear.to(DEVICE)(x.to(DEVICE))
+    assert launch.called == (DEVICE == "cuda")
 
 
 def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
@@ -3400,7 +3395,7 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number):
+def test_interrupted_training_keeps_its_state_and_diverging_training_none(nano_haystack, tmp_path, number):
     model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
 
     def run(steps: int = 9) -> bool:
@@ -3420,6 +3415,9 @@ def test_an_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number
     (tmp_path / "other").write_text("no state")
     with pytest.raises(UserError, match="not what training this model has left"):
         calibrate.load_state(tmp_path / "other", model, optimizer)
+    with pytest.raises(UserError, match="lower --lr"):  # one that diverges leaves none
+        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, tmp_path / "new", math.inf)
+    assert not (tmp_path / "new").exists()
 
 
 def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_haystack, monkeypatch):
@@ -3433,13 +3431,6 @@ def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_hays
     assert tokens.shape == (2, 513) and torch.equal(tokens[:, 1:].float(), weights)
 
 
-def test_training_that_diverges_saves_nothing(nano_haystack, tmp_path):
-    model, state = Llama(tiny_config(vocab_size=4096)), tmp_path / "state"
-    with pytest.raises(UserError, match="lower --lr"):
-        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, state, math.inf)
-    assert not state.exists()
-
-
 def test_explained_is_the_mean_of_the_heads_ranks():
     """Sec. 3.1: Rank@v of a layer averages its heads; here 1, 1, 1 and 8 of 16, mean 2.75."""
     model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
@@ -3451,19 +3442,14 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     assert [compress.rank_at(torch.tensor([2.0, 1, 1]), share) for share in (0.5, 0.51, 0.75)] == [1, 2, 2]
 
 
-def test_texts_come_once(tmp_path):
-    once = "x = 1\n" * 99
+def test_texts_come_once_and_begin_with_bos(tmp_path):
+    tokenizer, once = load_tokenizer(NANO), "x = 1\n" * 99
     windows = "\ufeff" + once.replace("\n", "\r\n")
     texts = {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000, "e.py": windows}
-    for name, text in texts.items():
+    for name, text in (texts | {"f.py": "some words and more " * 100}).items():
         (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    assert list(calibrate.read_texts(calibrate.text_files(tmp_path))) == [once]
-
-
-def test_windows_and_texts_of_training_begin_with_bos(tmp_path):
-    files, tokenizer = [tmp_path / "a.txt", tmp_path / "b.txt"], load_tokenizer(NANO)
-    for file in files:
-        file.write_text(f"{file} some words and more " * 100)
+    files = calibrate.text_files(tmp_path)
+    assert [*calibrate.read_texts(files)] == [once, "some words and more " * 100]
     assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
     ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
