@@ -2975,6 +2975,11 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
             kernels.roomy = lambda device: True
             attend("joint latents", 8, 4, 16, 80)
+            for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
+                kernels.attend_latent(zeros(B, 32, W), zeros(B, 4992, W), pos, DV, **how)
+                code = [kernel for name, kernel in compiled if name == "_attend_kernel"][-1].asm["ttgir"]
+                # A tile is read in a branch after the loads of the next one have begun.
+                assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
         for i, (name, kernel) in enumerate(compiled):
             most = 99 if i < small else 227
             assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
@@ -3965,18 +3970,28 @@ def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(ow
 
 
 def test_json_is_the_last_line_and_complete(cli):
+    """Of a cache that lies in two memories, and of int8 weights."""
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
         bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
-    line = "generate --method sals --rank 0.25 --prompt 30 --prompt 30 --batch_size 3 --recent 4"
-    report = cli.json(f"{line} --max_new_tokens 9 --ignore_eos")
+    line = "generate --prompt 30 --prompt 30 --batch_size 3 --max_new_tokens 9 --ignore_eos"
+    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4 --weights int8")
     assert report["prompt_tokens"] == [30, 30, 30] and report["new_tokens"] == [9, 9, 9]
     ids = report["token_ids"]
     assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]  # two random prompts
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"] < report["cache_bytes_dense"]
-    assert report["settings"]["rank"] == 0.25 and report["seed"] == 0
+    assert report["settings"]["rank"] == 8 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
     assert set(names.split()) <= set(report)
+    assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
+    outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
+    codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
+    floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
+    assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
+    plain = cli.json(line)
+    assert plain["cache_bytes_host"] == 0 and plain["miss_rate"] is None
+    assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
+    assert calibrate.ledger(make_engine(tiny_model(), "lrqk", 2, 60, **LRQK), 50)["host/token"] == 4 * 512
 
 
 def test_the_first_token_waits_for_prompt_and_questions(cli, monkeypatch):
@@ -4037,6 +4052,7 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     assert "truncated or damaged" in told("")
     # A budget that was cut by the cache is another in a larger one.
     assert cli(f"{line} --k 99 --prompt 60 --save_cache {file}")[0] == 0
+    assert "every token is attended" in cli.err
     larger = f"{line} --k 99 --load_cache {file} --context 150"
     assert "saved with --context 64, for which" in cli.refusal(larger)
     assert "one process; leave out torchrun" in cli.refusal(f"torchrun 2 {line} --load_cache {file}")
@@ -4050,17 +4066,6 @@ def test_commands_run_on_cuda(method, cli):
     assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
     assert report["capture_s"] > 0 and report["new_tokens"] == [8]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
-
-
-def test_report_of_a_mixed_cache(cli):
-    line = "generate --prompt 60 --ignore_eos --max_new_tokens 20"
-    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
-    assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
-    assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
-    assert calibrate.ledger(make_engine(tiny_model(), "lrqk", 2, 60, **LRQK), 50)["host/token"] == 4 * 512
-    report = cli.json(line)
-    assert report["cache_bytes_host"] == 0 and report["miss_rate"] is None
-    assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
 
 
 def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
@@ -4471,14 +4476,6 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     for a, b in zip(model.layers.parameters(), int8.layers.parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
-
-
-def test_the_report_counts_int8_weights(cli):
-    report = cli.json("generate --weights int8 --prompt 30 --max_new_tokens 3")
-    outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
-    codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
-    floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
-    assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
 
 
 def test_the_readmes_python_runs(monkeypatch, capsys):

@@ -1593,19 +1593,6 @@ def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-def test_operations_compile_with_two_tiles_of_rows_that_are_loaded_early():
-    """On Hopper, where a tile is read in a branch after the loads of the next one have begun."""
-    program = """
-        kernels._attend_kernel, kernels.roomy = Compile("_attend_kernel"), lambda device: True
-        kernels.merge_splits, pos = lambda out, *_: out, zeros(2, dtype=i32)
-        for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
-            kernels.attend_latent(zeros(2, 32, W), zeros(2, 4992, W), pos, DV, **how)
-            code = compiled[-1][1].asm["ttgir"]
-            assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
-    """
-    test_all.run_for_hopper(program)
-
-
 def test_which_rows_chains_serve(hopper, monkeypatch):
     def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
