@@ -324,9 +324,7 @@ FAMILIES = {  # transformers' class, changes to its config
     "yi-yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": ("Qwen2", {}),
-    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN}),
-    "llama-betas": ("Llama", {"rope_parameters": YARN | BETAS}),
-    "qwen2-factor": ("Qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "qwen2-factor": ("Qwen2", {"rope_parameters": YARN | BETAS | {"attention_factor": 1.3}}),
     "qwen2-mscale": ("Qwen2", {"rope_parameters": YARN | {"mscale": 0.2, "mscale_all_dim": 1.0}}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-2}),
     "phi3": ("Phi3", {}),
@@ -3383,7 +3381,7 @@ def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
     heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
     errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
     assert abs(late / at_first - 1) < 1e-3 and abs((early - late) / np.mean(errors) - 1) < 1e-3
-    given = (nano_haystack, [Stage(4, 64, 40)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
+    given = (nano_haystack, [Stage(4, 64, 30)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
     assert train(model.requires_grad_(True), *given) and kl() < 0.7 * at_first
     assert all(map(torch.equal, before, teacher.parameters()))
 
@@ -3454,7 +3452,7 @@ def test_texts_come_once_and_begin_with_bos(tmp_path):
     for name, text in (texts | {"f.py": "some words and more " * 100}).items():
         (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     files = calibrate.text_files(tmp_path)
-    assert [*calibrate.read_texts(files)] == [once, "some words and more " * 100]
+    assert sorted(calibrate.read_texts(files)) == ["some words and more " * 100, once]
     assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
     ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
@@ -3711,6 +3709,7 @@ def cli(checkpoint, library, monkeypatch, capsys):
     """A CommandLine whose --checkpoint is the tiny one by default, and whose text a small one."""
     monkeypatch.setattr(generate, "NANO", checkpoint)
     monkeypatch.setattr(calibrate, "STDLIB", library)
+    monkeypatch.setattr(generate, "measure_bandwidth", lambda device: 1e10)  # of a third of a second
     return CommandLine(monkeypatch, capsys)
 
 
