@@ -1009,11 +1009,12 @@ def test_models_of_transformers_that_cannot_be_compressed(tmp_path):
 # ------------------------------------------------------------------------------- speed, pictures (bench.py)
 
 
-TINY_ROW = "'{}|tiny|2|40|--method {}'"
+TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
 
 
 def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
-    """Over caches that are filled without a prompt: each byte and number of a dense one is random."""
+    """Over caches that are filled without a prompt: each byte and number of a dense one is random. A row that
+    cannot run is named, and the others go on."""
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(n_layers=2))
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("a prompt was read"))
     engine = bench.filled_engine(bench.Row("", "tiny", 2, 40), "cpu")
@@ -1021,11 +1022,13 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
     (tmp_path / "rows").write_text("fdc|tiny|2|40|--method fdc\n")
     tables = {}
     for command in ("step", "speed"):
-        line = f"bench {command} --row {TINY_ROW.format('4 bits', 'kivi --bits 4')} --rows {tmp_path}/rows"
-        assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
+        named = TINY_ROW.format("4 bits", "kivi --bits 4") + TINY_ROW.format("odd", "magic")
+        assert cli(f"bench {command}{named} --rows {tmp_path}/rows --csv {tmp_path}/t.csv")[0] == 0
+        assert "odd: no figures: unknown method 'magic'" in cli.err
         tables[command] = rows = list(csv.DictReader((tmp_path / "t.csv").open()))
         assert [row["method"] for row in rows] == ["dense", "4 bits", "fdc"]
         assert {(row["model"], row["batch"], row["length"]) for row in rows} == {("tiny", "2", "40")}
+    assert "write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS" in cli.refusal("bench step --row tiny")
     dense, kivi, _ = tables["step"]
     assert int(dense["bytes"]) == 2 * (40 + bench.ROOM) * 2 * 2 * 64 * 4 > int(kivi["bytes"])
     assert int(dense["bytes_read"]) == 2 * 40 * 2 * 2 * 64 * 4 == 2 * int(tables["speed"][0]["bytes"])
@@ -1048,13 +1051,6 @@ def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
     for row in (dense, kivi, lrqk):
         rate = int(row["batch"]) / float(row["ms"]) * 1e3
         assert float(row["tokens_per_s"]) == pytest.approx(rate) and float(row["read_s"]) > 0
-
-
-def test_a_row_that_cannot_run_is_named_and_the_others_go_on(cli, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
-    code, out, err = cli(f"bench step --row {TINY_ROW.format('odd', 'magic')}")
-    assert code == 0 and "method dense" in out and "odd: no figures: unknown method 'magic'" in err
-    assert "write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS" in cli.refusal("bench step --row tiny")
 
 
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
