@@ -1381,7 +1381,7 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
-# -------------------------------------------------------------------------------------------- comparison rows
+# --------------------------------------------------------------------------------- codes, settings, refusals
 
 
 def test_group_scores_rank_weights_that_underflow():
@@ -4084,9 +4084,9 @@ def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
 
 
 @over("method", lambda tests: tests.METHODS)
-def test_help_names_every_setting(method, cli):
+def test_help_names_every_method_and_setting(method, cli):
     code, out, _ = cli(f"generate --method {method} --help")
-    assert code == 0
+    assert code == 0 and f"\n  {method} " in out
     for f in dataclasses.fields(method_named(method).settings):
         assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
 

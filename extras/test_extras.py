@@ -202,11 +202,6 @@ def test_head_dims_that_codes_cannot_take_may_do_without():
         assert logits_through(engine, [random_ids(9)], [[7]]).isfinite().all()
 
 
-def test_help_and_errors_name_these_methods(cli):
-    told, (_, out, _) = cli.refusal("generate --method magic"), cli("generate --help")
-    assert all(f", {name}" in told and f"\n  {name} " in out for name in METHODS)
-
-
 def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
     """In a process in which calibrate, which fit_palu imports, is __main__."""
     size = f"--out {tmp_path} --windows 2 --window 64".split()
