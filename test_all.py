@@ -2953,7 +2953,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
             kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos, kernel=True)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
-                kernels.attend_latent(zeros(B, H * G, W), zeros(B, S, W), pos, DV, **how)
+                kernels.attend_latent(zeros(B, H * G, W), zeros(B, 4992, W), pos, DV, **how)
         kernels.launch_append(*test_all.appended(B, 32, D, 128, 192, S, 2, bf16))
         for coded in (False, True):
             kernels.launch_block_queries(*test_all.placed_queries(B, 4, 8, 4, D, 200, bf16), coded)
