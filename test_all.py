@@ -422,7 +422,7 @@ def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input
         truth = F.linear(x.float(), after, linear.bias)
         assert error(linear(x).float(), truth) < 8e-3 and error(linear(x.float()), truth) < 4e-3
     with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
-        linear.to(DEVICE)(x.to(DEVICE))
+        linear.to(DEVICE)(x.to(DEVICE).float())
     assert launch.called == (DEVICE == "cuda")
 
 
