@@ -47,11 +47,8 @@ from test_all import (
     REAL,
     TEXTS,
     attend_case,
-    by_head,
-    check_attend,
     checkpoint,
     cli,
-    close,
     error,
     folder,
     hf_model,
@@ -67,13 +64,10 @@ from test_all import (
     random_ids,
     reads,
     row_cache,
-    scene,
     step,
     stream,
-    tiny_config,
     tiny_model,
     tiny_tokens,
-    with_auto,
 )
 
 test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
@@ -218,7 +212,7 @@ def pure_quest(cache, row, n, q, k, v):
     def step(i, q, k, v, stored):
         return baselines.quest_step(q, k, v, stored, cache.page, cache.count // cache.page)
 
-    return by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
+    return test_all.by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
 
 def pure_turboquant(cache, row, n, q, k, v):
@@ -246,7 +240,7 @@ def pure_sals_cann(cache, row, n, q, k, v):
         return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, h
 
     keys, values = k, v
-    return by_head(cache, q, k, v, n, lambda h: h, step)
+    return test_all.by_head(cache, q, k, v, n, lambda h: h, step)
 
 
 def pure_h2o(cache, row, n, q, k, v):
@@ -265,7 +259,7 @@ def pure_h2o(cache, row, n, q, k, v):
     def step(i, q, k, v, stored):
         return baselines.h2o_step(q, k, v, stored, cache.count, cache.recent)
 
-    return by_head(cache, q, k, v, n, start, step)
+    return test_all.by_head(cache, q, k, v, n, start, step)
 
 
 def pure_snapkv(cache, row, n, q, k, v):
@@ -284,7 +278,7 @@ def pure_snapkv(cache, row, n, q, k, v):
         keys, values, kept = stored = compress.appended(stored, k, v, torch.tensor(i))
         return (q @ keys.mT / 4).softmax(-1) @ values, kept, stored  # D is 16
 
-    return by_head(cache, q, k, v, n, start, step)
+    return test_all.by_head(cache, q, k, v, n, start, step)
 
 
 def pure_fp8(cache, row, n, q, k, v):
@@ -302,7 +296,7 @@ def pure_fp8(cache, row, n, q, k, v):
     def start(h):
         return tuple(baselines.fp8(x[:, h], scale) for x, scale in zip(prompt, scales[h], strict=True))
 
-    return by_head(cache, q, k, v, n, start, step)
+    return test_all.by_head(cache, q, k, v, n, start, step)
 
 
 def pure_shadowkv(cache, row, n, q, k, v):
@@ -330,7 +324,7 @@ def pure_palu(cache, row, n, q, k, v, latent):
         out, stored = baselines.palu_step(q, k, v, stored, R, lambda x, t: rope((x + bias)[:, None], t)[:, 0])
         return out, None, stored
 
-    return by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
+    return test_all.by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
 
 
 STEPS = {  # as in test_all.py
@@ -368,7 +362,7 @@ def test_keyformers_weights_have_gumbel_noise_and_a_temperature_of_1_to_2_since_
 
 @pytest.mark.parametrize("method", ["h2o", "keyformer"])
 def test_slots_know_whose_keys_they_hold_after_a_follow_up(method):
-    cache, (q, k, v) = scene(method, 40, 57, 60, keep=24)
+    cache, (q, k, v) = test_all.scene(method, 40, 57, 60, keep=24)
     cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
     places = cache.position[0].T.long()[..., None].expand(24, -1, 16)
     assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
@@ -430,7 +424,7 @@ def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
 
 def test_double_sparse_scores_on_its_channels_alone():
     """Whatever the keys hold in the others."""
-    cache, (q, _, _) = scene("doublesparse", 59, 60, keep=12, channels=0.25)
+    cache, (q, _, _) = test_all.scene("doublesparse", 59, 60, keep=12, channels=0.25)
     channels = cache.basis.argmax(1)[:, None].expand(-1, 59, -1)
     expected = cache.keys.vectors[0, :, :59].gather(2, channels)
     assert torch.equal(cache.proxies.vectors[0, :, :59], expected)
@@ -467,7 +461,7 @@ def test_hshare_map_is_idempotent_and_points_down(n, merged):
 
 def test_hshare_holds_a_selection_and_lets_new_tokens_join():
     options = {"keep": 20, "every": 5, "sinks": 2, "recent": 4, "channels": 0.5}
-    cache, (q, k, v) = scene("hshare", 30, 60, **options)
+    cache, (q, k, v) = test_all.scene("hshare", 30, 60, **options)
     for n in range(30, 60):
         _, chosen = test_all.watched_step(cache, n, q, k, v)
         held = cache.held[0].clone()
@@ -507,7 +501,7 @@ def test_hshare_merged_heads_attend_what_their_twin_does(twin, of):
 
 def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
-    cache, (_, k, _) = scene("shadowkv", 100, 120, 140, **SHADOW)
+    cache, (_, k, _) = test_all.scene("shadowkv", 100, 120, 140, **SHADOW)
     test_all.assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
 
 
@@ -655,7 +649,7 @@ def test_gguf_logits_agree_with_transformers(family, tmp_path):
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken"])
 def test_gguf_token_ids(pre, tmp_path):
     path = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>")
-    tokenizer, oracle = with_auto(convert(path, tmp_path / "out"))
+    tokenizer, oracle = test_all.with_auto(convert(path, tmp_path / "out"))
     rng = random.Random(0)
     alphabet = "the 12.!\n\t'saBL\u00e9\u4f60 e\u0301"
     texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
@@ -683,7 +677,7 @@ def test_gguf_sentencepiece_ids(source, space, tmp_path):
     meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
     theirs = hf_model("llama-2", vocab_size=len(ids) + 1)
     path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
-    (tokenizer, auto), oracle = with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
+    (tokenizer, auto), oracle = test_all.with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
     assert tokenizer.add_bos and tokenizer.bos_id == bos
     code = Path(json.__file__).read_text()
     for text in [*TEXTS, code, *code.splitlines()]:
@@ -790,7 +784,7 @@ def test_smollm2_answers(cli, tmp_path):
     code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
     auto = pytest.importorskip("transformers")
-    theirs, tokenizer = auto.AutoModelForCausalLM.from_pretrained(folder), with_auto(folder)[1]
+    theirs, tokenizer = auto.AutoModelForCausalLM.from_pretrained(folder), test_all.with_auto(folder)[1]
     cities = {"France": "Paris", "the United Kingdom": "London"}
     asked = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities]
     tokenizer.padding_side, how = "left", {"return_tensors": "pt", "return_dict": True, "padding": True}
@@ -1010,7 +1004,7 @@ TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
 def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
     """Over caches that are filled without a prompt: each byte and number of a dense one is random. A row that
     cannot run is named, and the others go on."""
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config(n_layers=2))
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("a prompt was read"))
     engine = bench.filled_engine(bench.Row("", "tiny", 2, 40), "cpu")
     assert all(x.count_nonzero() == x.numel() for cache in engine.caches for x in cache.buffers())
@@ -1034,7 +1028,7 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
 
 
 def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config(n_layers=2))
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
     monkeypatch.setattr(bench, "free_memory", lambda device: 1 << 21)
     line = "bench throughput --model tiny --lengths 40 --method kivi lrqk"
     assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
@@ -1049,7 +1043,7 @@ def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
 
 
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config())
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config())
     monkeypatch.setattr(bench, "median_us", lambda calls, device: len(calls))  # so each takes 1 us
 
     def moved(method: str) -> dict[str, int]:
@@ -1175,7 +1169,7 @@ def streamed(hopper, monkeypatch):
 def test_kernel_hopper_plans_count_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
     seen, streams = [], hopper.streams_basis
     monkeypatch.setattr(hopper, "streams_basis", lambda *given: seen.append(given[-1]) or streams(*given))
-    check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+    test_all.check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
     assert seen == [4]
 
 
@@ -1209,7 +1203,7 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
     pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
     case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
     if "mixed" not in form or chunks > 2:
-        check_attend(*case, n=n, r=r, written=True)
+        test_all.check_attend(*case, n=n, r=r, written=True)
 
 
 @needs_hopper
@@ -1217,7 +1211,7 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
 def test_kernel_hopper_attend_windows_of_several_tiles(streamed):
     for rise in test_all.RISES:
         case = (torch.float16, "joint latents", "row", 3, 200, 2, 1, 64, 64, 4, 100, (199, 120, 30))
-        check_attend(*case, r=64, rise=rise, written=True)
+        test_all.check_attend(*case, r=64, rise=rise, written=True)
 
 
 HALF, WHOLE = torch.float16, torch.float32
@@ -1240,7 +1234,7 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkey
         return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
 
     monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
-    close(kernels.launch_attend(q, kind, keys, *rest), truth, dtype)
+    test_all.close(kernels.launch_attend(q, kind, keys, *rest), truth, dtype)
 
 
 def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
@@ -1271,7 +1265,7 @@ def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs
     monkeypatch.setattr(kernels, "_attend_kernel", None)
     sizes = (4, 1001, 3, 96, (1000, 0, 511, 32)), (2, 7, 1, 32, (6, 2)), (3, 96, 2, 32, (95, 64, 63))
     for B, S, Hkv, z, pos in sizes:
-        check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos)
+        test_all.check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos)
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -1288,7 +1282,7 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
     shift = 4 // first.element_size()  # a whole word, which codes are read by
     context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
     shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
-    close(kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
+    test_all.close(kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
     assert asked
 
 
@@ -1409,7 +1403,7 @@ def share_of_chain(given, rank, n):
 
 def check_chain(given, outs):
     for out, truth in zip(outs, chain_truth(*given), strict=True):
-        close(out, truth.float(), torch.bfloat16)
+        test_all.close(out, truth.float(), torch.bfloat16)
         wrong, size = ((x.float() ** 2).mean(0) for x in (out - truth, truth))  # of each output
         assert wrong.max() < 3e-3 * size.mean()
 
@@ -1467,7 +1461,7 @@ def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
         addresses = torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE)
         check_chain(given, hopper.linear_chain(*share, addresses, rank))
         for memory in got:
-            close(memory[:, rank, :, :rows], parts[:, rank, :, :rows], torch.bfloat16)
+            test_all.close(memory[:, rank, :, :rows], parts[:, rank, :, :rows], torch.bfloat16)
         assert (counts[..., rank] > 0).any(1).all()
 
 
