@@ -410,8 +410,8 @@ def test_linear_and_yarn_scaling_extend_the_positions():
 
 @pytest.mark.parametrize("rows", [1, 3, 40])  # which read codes as they are, and which do not
 def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input(rows):
-    for width in (*range(1, 34), 48, 56, 72, 100, 1 << 17):  # at last of several parts
-        linear = model_file.Linear(width, 9).requires_grad_(False)
+    for width in (*range(1, 34), 48, 56, 72, 100, 1 << 14):  # at last of several parts
+        linear = model_file.Linear(width, 300).requires_grad_(False)
         linear.weight[7] = 0
         before = linear.weight.clone()
         linear.quantize()
@@ -420,7 +420,7 @@ def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input
         assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
         x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
         truth = F.linear(x.float(), after, linear.bias)
-        assert error(linear(x).float(), truth) < 8e-3 and error(linear(x.float()), truth) < 4e-3
+        assert max(error(linear(each).float(), truth) for each in (x, x.float())) < 4e-3
     with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
         linear.to(DEVICE)(x.to(DEVICE).float())
     assert launch.called == (DEVICE == "cuda")
