@@ -763,7 +763,8 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
     if model.config.qkv_bias or model.config.qk_norm or model.config.elitekv:
         raise UserError(f"--from {args.source}: give a dense checkpoint, without qkv biases or q/k norms")
     artifact, tokenizer = load_artifact(args.source, "elitekv", model), load_tokenizer(args.source)
-    texts = [text_ids(tokenizer, some, (1 << 17) // len(files), bos=True) for some in files]
+    most, vocabulary = (1 << 17) // len(files), model.config.vocab_size
+    texts = [text_ids(tokenizer, some, most, vocabulary, bos=True) for some in files]
     artifact |= input_roots(model, torch.from_numpy(np.concatenate(texts)).long())
     method_named("elitekv").fold_all(model, settings_from("elitekv", candidate.options), artifact)
     return model.requires_grad_(True), tokenizer

@@ -320,6 +320,12 @@ class Window(TokenStore):
     def slot(self, position: Tensor) -> Tensor:
         return torch.where(position < self.x, position, self.x + (position - self.x) % self.z)
 
+    def positions(self, pos: Tensor) -> Tensor:
+        """The position in each slot once pos [B] is written: [B, x + z], negative where empty."""
+        sinks = torch.arange(self.x, device=pos.device).expand(len(pos), -1)
+        held = torch.cat((sinks, self.x + ring_positions(pos - self.x, self.z)), 1)
+        return held.where(torch.arange(self.tokens, device=pos.device) <= pos[:, None], -1)
+
     def kept(self, span: slice) -> Tensor:
         """The positions of `span` that the window holds once all of it is written."""
         places = self.context.positions[span]
@@ -1447,9 +1453,10 @@ class LrqkSettings:
     def budget(self, capacity: int) -> tuple[int, int, int]:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        return within(capacity, 0, self.k, self.recent)
+        return within(capacity, CODED_SINKS * (self.kv_bits < 16), self.k, self.recent)
 
 
+CODED_SINKS = 4  # first tokens that stay exact beside codes: most of what these cost is theirs
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
 
 
@@ -1644,15 +1651,15 @@ def fold_kv_bits(attention: Attention, c: ModelConfig, settings: object, artifac
 
 
 class LrqkCache(Cache):
-    """A_K of every token, K beside V of those in use, in host memory of all. C hot slots hold the selected
-    tokens, which are fetched if they miss; a ring of recent ones follows: slot C + p % z has position p."""
+    """A_K of every token; K beside V of all in host memory, and of the selected ones in C hot slots, to which
+    they are fetched if they miss. The window has the recent tokens, and beside codes the sinks."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
         c, self.settings = context.config, settings
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
-        _, self.chosen, self.z = settings.budget(context.capacity)
+        self.budget = self.x, self.chosen, self.z = settings.budget(context.capacity)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
@@ -1669,20 +1676,28 @@ class LrqkCache(Cache):
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
+        exact = context, heads, c.head_dim, self.x, self.z
+        self.window = nn.ModuleList(Window(*exact, by_token=True) for _ in range(2))  # K, V
         for name, (shape, dtype) in self.kv.layout().items():
-            self.table(f"hot_{name}", heads, self.slots + self.z, *shape, dtype=dtype)
+            self.table(f"hot_{name}", heads, self.slots, *shape, dtype=dtype)
         for name, places in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
             self.table(name, heads, places, fill=-1)
         self.table("step", 1, 1)
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
     def hot(self) -> list[Tensor]:
-        """The hot slots and the ring, as the store of all has its parts."""
+        """The hot slots, as the store of all has its parts."""
         return [getattr(self, f"hot_{name}") for name in self.kv.layout()]
 
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        k, v = self.kv.past(row, n).chunk(2, -1)
+        parts = zip(self.window, self.kv.past(row, n).chunk(2, -1), strict=True)
+        k, v = (window.overlay(row, x) for window, x in parts)
         return (k @ self.rotation.mT + self.mean[row]).to(k.dtype) if self.coded else k, v
+
+    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        self.kv.write(where, torch.cat((k, v), -1))
+        for window, x in zip(self.window, (k, v), strict=True):
+            window.write(where, x)
 
     def for_codes(self, row: int | Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [..., D] and k [..., Hkv, D] after RoPE as codes suit them: rotated, and keys less the mean one,
@@ -1696,11 +1711,8 @@ class LrqkCache(Cache):
             self.mean[row] = k.float().mean(0)
         q, k = self.for_codes(row, q, k)
         w_q, w_k = self.prompt_bases(row) if span.start else self.factorise(row, q, k)
-        kv, recent = torch.cat((k, v), -1), self.context.positions[span][-self.z :]
-        self.kv.write((row, span), kv)
+        self.write((row, span), k, v)
         self.a_k[row, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        for hot, new in zip(self.hot(), self.kv.encode(kv[-self.z :]), strict=True):
-            hot[row, :, self.slots + recent % self.z] = new.transpose(0, 1)
         # The hot slots start with what the last token selects.
         self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
@@ -1733,29 +1745,33 @@ class LrqkCache(Cache):
         row = self.context.rows
         q, k = self.for_codes(row, q, self.rope(k, pos))
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
-        kv = torch.cat((k, v), -1)
         self.a_k[row, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
-        self.kv.write((row, pos), kv)
-        for hot, new in zip(self.hot(), self.kv.encode(kv), strict=True):
-            hot[row, :, self.slots + pos % self.z] = new
+        self.write((row, pos), k, v)
         self.step += 1
         self.load(slice(None), pos, q_hat)
-        live, ring = self.stamp == self.step, ring_positions(pos, self.z) >= 0
-        self.report_selected(pos, self.pos_of, live, recent=self.z)
-        live = torch.cat((live, ring[:, None].expand(-1, self.config.n_kv_heads, -1)), -1)
+        live = self.stamp == self.step
+        attended = self.omega(pos)
+        self.report_selected(pos, attended, attended >= 0)
         keys, values = self.kv.decode(*self.hot()).chunk(2, -1)
-        return kernels.attend_rows(q.flatten(1, 2), keys, values, live, scale=self.scale, kernel=self.kernel)
+        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
+        return kernels.attend_rows(q.flatten(1, 2), keys, values, live, pos, **how)
+
+    def omega(self, pos: Tensor) -> Tensor:
+        """The positions of what a step at pos attends: selected tokens, then the window [B, Hkv, C + x + z],
+        negative for none."""
+        window = self.window[0].positions(pos)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        return torch.cat((self.pos_of.where(self.stamp == self.step, -1), window), -1)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
         if self.settings.mode == "optimal":
             return q @ self.basis_q.mT, k @ self.basis_k.mT
-        # Omega: what the last step attended; the new token has not replaced the oldest of the ring yet.
-        position = ring_positions(pos - 1, self.z)[:, None].expand(-1, self.config.n_kv_heads, -1)
-        position = torch.cat((torch.where(self.stamp == self.step, self.pos_of, -1), position), -1)
+        # What the last step attended; the new token has not replaced the oldest of the ring yet.
+        position = self.omega(pos - 1)
         where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
         a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
         keys, _ = self.kv.decode(*self.hot()).chunk(2, -1)
+        keys = torch.cat((keys, self.window[0].read(pos)), 2)
         given = (q, k, self.basis_q, self.basis_k, a_near, keys)
         # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
         q_hat, k_hat, b_q, b_k = lrqk_refit(*(t.double() for t in given))
@@ -1767,7 +1783,7 @@ class LrqkCache(Cache):
         """Selects the k best tokens that left the ring, by the rows' q^, and brings them to hot slots."""
         stored = self.a_k[row], None, pos - self.z, self.scale
         scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
-        index = kernels.select(scores, pos, (0, self.chosen, self.z), kernel=self.kernel)  # [B, Hkv, k]
+        index = kernels.select(scores, pos, self.budget, kernel=self.kernel)[..., self.x :]  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
@@ -1787,15 +1803,17 @@ class LrqkCache(Cache):
         return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
 
     def bytes_read(self, length: int) -> int:
-        """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
+        """Of the device: A_K of every token that left the ring, K and V of the selected and the exact ones,
         stamps of all slots, slot and position of the selected ones, the bases, with codes the mean key."""
         c, recent = self.config, min(self.z, length)
         old = length - recent
-        chosen = min(self.chosen, old)
+        sinks = min(self.x, old)
+        chosen = min(self.chosen, old - sinks)
         kv = sum(part[0, 0, 0].nbytes for part in self.kv.parts())
         tables = self.slots + 2 * chosen + (2 * self.rank + self.coded) * c.head_dim  # of 4 bytes
         a_k = old * self.rank * self.context.dtype.itemsize
-        return (a_k + (recent + chosen) * kv + tables * 4) * c.n_kv_heads
+        exact = (sinks + recent) * sum(window.token_bytes for window in self.window)
+        return (a_k + chosen * kv + tables * 4) * c.n_kv_heads + exact
 
 
 def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:

@@ -1127,11 +1127,7 @@ def attend_reference(
     sets = index.unflatten(1, (min(Hkv, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
     chosen, live = sets.clamp(min=0).long().flatten(2), index >= 0
     k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2) for x in (keys, values))
-    if window:
-        filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]  # [B, slots]
-        k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-        live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
-    return attend_plain(q, k, v, live.expand(-1, k.shape[1], -1), scale)
+    return attend_rows(q, k, v, live.expand(-1, k.shape[1], -1), pos, window, scale=scale, kernel=False)
 
 
 class Packing(NamedTuple):
@@ -1918,13 +1914,20 @@ def attend(
     return launch_attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, live: Tensor, *, scale: float, kernel: bool) -> Tensor:
-    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D]."""
-    if not kernel:
-        return attend_plain(q, k, v, live, scale)
-    index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
-    pos = index.new_full((len(q),), k.shape[2])
-    return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos, index, [], scale)
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor, pos: Tensor, window=(), *, scale: float, kernel: bool
+) -> Tensor:
+    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D], and over
+    a window as in attend."""
+    if kernel:
+        index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
+        exact = [store.vectors.transpose(1, 2) for store in window]
+        return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, exact, scale)
+    if window:  # its slots fill from the left
+        filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]
+        k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
+        live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
+    return attend_plain(q, k, v, live, scale)
 
 
 def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Tensor:

@@ -942,7 +942,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
     ("elitekv", {"r": 3, "d_ckv": 20}, 80, 80 * (2 * 3 * 4 + 20) * 4),
     ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
-    ("lrqk", LRQK | {"kv_bits": 4}, 80, 16 * (72 * 8 + 28 * 5 + 3 * 20 + 2 * 8 * 16 + 16)),  # + the mean key
+    ("lrqk", LRQK | {"kv_bits": 4}, 80, 16 * (72 * 8 + 20 * 5 + 12 * 32 + 3 * 20 + 2 * 8 * 16 + 16)),  # + the mean
 ]
 
 
@@ -1585,11 +1585,13 @@ def test_lrqk_attends_what_its_codes_hold(bits, bound, mode):
     cache.watch = lambda *said: seen.append(attended(cache, *said))
     for n in range(40, 60):
         out = step(cache, n, q, k, v)
-        keys, values = (x.transpose(0, 1)[None].double() for x in cache.past(0, n + 1))
-        assert error(keys[0].transpose(0, 1) - k[:40].mean(0), k[: n + 1] - k[:40].mean(0)) < bound
-        assert error(values[0].transpose(0, 1), v[: n + 1]) < bound
+        mean, exact = k[:40].mean(0), [*range(4), *range(n - 7, n + 1)]
+        past, given = cache.past(0, n + 1), (k[: n + 1], v[: n + 1])
+        assert error(past[0] - mean, given[0] - mean) < bound and error(past[1], given[1]) < bound
+        assert all(error(got[exact], x[exact]) < 1e-5 for got, x in zip(past, given, strict=True))
+        keys, values = (x.transpose(0, 1)[None].double() for x in past)
         live = seen[-1][:, ::2, : n + 1]  # the queries of a group attend the same
-        assert live[0].sum(-1).tolist() == [28] * 4
+        assert (live.sum(-1) == 4 + 20 + 8).all() and live[..., :4].all()
         assert error(out, attend_plain(q[n : n + 1].double(), keys, values, live)) < 1e-4
 
 
@@ -1619,7 +1621,8 @@ def test_lrqk_writes_a_follow_up_as_decode_does(mode):
     for n in range(40, 60):
         step(steps, n, *qkv)
     assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
-    assert torch.allclose(*(cache.hot_vectors[:, :, cache.slots :] for cache in (once, steps)), atol=1e-5)
+    for exact in zip(once.window, steps.window, strict=True):
+        assert torch.allclose(*(window.vectors for window in exact), atol=1e-5)
     if mode == "optimal":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))

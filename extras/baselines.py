@@ -855,7 +855,7 @@ class ShadowKvCache(Cache):
         chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
         parts = zip(self.outliers.vectors.chunk(2, -1), chosen, self.ring.vectors.chunk(2, -1), strict=True)
         k_all, v_all = (torch.cat(part, 2) for part in parts)
-        return kernels.attend_rows(q, k_all, v_all, tokens >= 0, scale=self.scale, kernel=self.kernel)
+        return kernels.attend_rows(q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel)
 
     def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
         """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
