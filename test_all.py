@@ -942,7 +942,7 @@ BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token 
     ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
     ("elitekv", {"r": 3, "d_ckv": 20}, 80, 80 * (2 * 3 * 4 + 20) * 4),
     ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
-    ("lrqk", LRQK | {"kv_bits": 4}, 80, 16 * (72 * 8 + 20 * 5 + 12 * 32 + 3 * 20 + 2 * 8 * 16 + 16)),  # + the mean
+    ("lrqk", LRQK | {"kv_bits": 4}, 80, 16 * (72 * 8 + 20 * 5 + 12 * 32 + 3 * 20 + 2 * 8 * 16 + 16)),
 ]
 
 
