@@ -2966,6 +2966,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         for H, G in ((8, 4), (32, 1)):
             for tokens in ("all", "query head"):
                 attend("plain", H, G, 16, 0, tokens)
+                attend("plain", H, G, 16, 80, tokens)
                 in_groups = attend("plain", H, G, 4, 80, tokens)
                 attend("joint latents", H, G, 4, 80, tokens, values=in_groups)
                 attend("joint mixed latents", H, G, 4, 80, tokens, 512)
