@@ -1272,15 +1272,14 @@ def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_
     return [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
 
 
-def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int) -> Tensor:
+def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int, bar: Progress) -> Tensor:
     """Scores [args.samples] of one kind of task, fp64. A sample's number is its seed; depths rise evenly."""
     scores, rows = [], engine.context.batch_size
-    with Progress(f"{kind} {length}", args.samples) as bar:
-        for first in range(0, args.samples, rows):
-            seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
-            depths = [(seed + 0.5) / args.samples for seed in seeds]
-            scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
-            bar.tick(rows)
+    for first in range(0, args.samples, rows):
+        seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
+        depths = [(seed + 0.5) / args.samples for seed in seeds]
+        scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
+        bar.tick(min(rows, args.samples - first))
     return torch.tensor(scores[: args.samples], dtype=torch.float64)
 
 
@@ -1334,8 +1333,7 @@ def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> d
         engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
         row |= ledger(engine, length)
         for kind in args.tasks:
-            scores = retrieval_scores(engine, hay, args, kind, length)
-            bar.tick(args.samples)
+            scores = retrieval_scores(engine, hay, args, kind, length, bar)
             row[f"{kind} {length}"] = 100 * scores.mean().item()
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
     return row

@@ -269,9 +269,10 @@ def run_needle(args: argparse.Namespace) -> None:
     candidates = [calibrate.Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     calibrate.check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
     args.samples, table = args.samples * args.depths, []  # depths rise with the samples
+    bar = generate.Progress("needle", len(candidates) * len(args.lengths) * args.samples)
     for candidate, n in itertools.product(candidates, args.lengths):
         engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
-        found = calibrate.retrieval_scores(engine, hay, args, args.task, n)
+        found = calibrate.retrieval_scores(engine, hay, args, args.task, n, bar)
         for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
             depth = round(100 * (i + 0.5) / args.depths, 1)
             table.append({"method": candidate.label, "length": n, "depth": depth, "found": share.item()})
