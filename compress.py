@@ -405,7 +405,7 @@ class CodedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
+    """Codes of 2, 4 or 8 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
 
     kind = "spread"
     group = math.inf  # all of a vector
@@ -1780,7 +1780,7 @@ class LrqkCache(Cache):
         return q_hat.float(), k_hat.float()
 
     def load(self, row: slice, pos: Tensor, q_hat: Tensor) -> None:
-        """Selects the k best tokens that left the ring, by the rows' q^, and brings them to hot slots."""
+        """Selects the k best tokens outside of the window, by the rows' q^, and brings them to hot slots."""
         stored = self.a_k[row], None, pos - self.z, self.scale
         scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
         index = kernels.select(scores, pos, self.budget, kernel=self.kernel)[..., self.x :]  # [B, Hkv, k]

@@ -478,7 +478,7 @@ class LLM:
         another, before anything is built."""
         model, c, settings = self.model, self.model.config, self.settings
         shortest = min(4096, c.max_positions, c.sliding_window or 4096)
-        self.capacity = capacity = self.capacity or max(need, shortest)
+        capacity = self.capacity or max(need, shortest)
         check_capacity(capacity, c, "--context")
         artifact = artifact_for(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
@@ -493,7 +493,7 @@ class LLM:
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
-        self.told = [[] for _ in range(rows)]
+        self.capacity, self.told = capacity, [[] for _ in range(rows)]
         torch.manual_seed(self.seed)
         return self
 
@@ -548,7 +548,7 @@ class LLM:
             return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
 
         # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
-        stride = 16 if self.model.norm.weight.is_cuda and ignore_eos and not line else 1
+        stride = 16 if self.model.norm.weight.is_cuda and not (stop_ids or line) else 1
         yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
         for row, ids in enumerate(output.token_ids):
             output.text[row] = decode(ids, self.told[row]) if decode else ""
@@ -566,7 +566,8 @@ class LLM:
         pieces = None
         for row, token in self.tokens([prompt], max_new_tokens, **how):
             pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])
-            yield "" if row else pieces.push(token)
+            if not row:
+                yield pieces.push(token)
         yield pieces.flush() if pieces else ""
 
     def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
@@ -890,6 +891,8 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
             raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
         chat = [*args.system, {"role": "user", "content": text}]
         prompts.append(llm.encode(chat if args.chat else text))
+    if 1 < (args.batch_size or 1) < len(asks):
+        raise UserError(f"--batch_size is at least the number of questions, {len(asks)}")
     return prompts, asks
 
 

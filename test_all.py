@@ -4527,7 +4527,8 @@ def test_a_report_counts_rows_and_what_they_follow(checkpoint):
     llm, texts = generate.LLM(checkpoint, device="cpu", context=64, batch_size=3), [""] * 3
     with pytest.raises(UserError, match="read or load it first"):
         llm.ask(["who?"])
-    for prompts, fault in (([], "there is no prompt"), (["a"] * 4, "4 prompts are more than 3 rows")):
+    faults = ([], "there is no prompt"), (["a"] * 4, "4 prompts are more than 3 rows"), ([[]], "no tokens")
+    for prompts, fault in faults:
         with pytest.raises(UserError, match=fault):
             llm.generate(prompts)
     for follow, prompts in ((False, ["hello", "hello there", "who"]), (True, [" world"] * 3)):
