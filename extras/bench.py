@@ -19,6 +19,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -118,18 +119,20 @@ def time_throughput(row: Row, device: str) -> Iterator[dict]:
     """Tokens a second: a decode step over as many rows as fit the memory beside the weights. read_s: seconds
     to read their prompts, of which one is read and timed."""
     for share in (0.97, 0.9, 0.8, 0.6):  # what a step computes takes memory, too
-        try:
-            engine = filled_engine(row, device, share=share)
-            figures, ids = step_figures(engine, row), [7] * row.tokens
-            prompts = [ids, *[[]] * (engine.context.batch_size - 1)]
-            seconds = times_of(lambda: engine.prefill(prompts), engine.pos.device, 1)[0] / 1e6  # noqa: B023
-            yield figures | {"read_s": seconds * len(prompts)}
+        with suppress(torch.OutOfMemoryError):  # unlike `except`, it does not keep the first try's caches
+            yield capacity_figures(row, device, share)
             return
-        except torch.OutOfMemoryError:
-            engine = None
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
     raise UserError("not enough memory")
+
+
+def capacity_figures(row: Row, device: str, share: float) -> dict:
+    engine = filled_engine(row, device, share=share)
+    figures = step_figures(engine, row)
+    prompts = [[7] * row.tokens, *[[]] * (figures["batch"] - 1)]
+    seconds = times_of(lambda: engine.prefill(prompts), engine.pos.device, 1)[0] / 1e6
+    return figures | {"read_s": seconds * len(prompts)}
 
 
 def step_figures(engine: Engine, row: Row) -> dict:
