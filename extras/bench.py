@@ -4,7 +4,7 @@
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 8000 --csv needle.csv
-    python -m extras.bench plot docs/eval-nano.csv docs/speed.csv --out docs
+    python -m extras.bench plot docs/eval-nano.csv docs/drift-nano.csv --out docs
     python -m extras.bench plot --overview docs/throughput.csv docs/eval-{smollm2,qwen}.csv --out docs
 A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. SEQUENCES:
 a number, or max for as many as fit. No prompt is read: the caches are filled with random numbers. Dense comes
