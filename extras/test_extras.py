@@ -800,7 +800,10 @@ def test_smollm2_answers(cli, tmp_path):
 # ------------------------------------------------------------------------------------- lm-evaluation-harness
 
 
-@pytest.mark.parametrize("method, how", [("dense", {}), ("sals", test_all.CODES), ("shadowkv", SHADOW)])
+ROWS_ALONE = [("dense", {}), ("sals", test_all.CODES), ("lrqk", test_all.LRQK), ("shadowkv", SHADOW)]
+
+
+@pytest.mark.parametrize("method, how", ROWS_ALONE)
 def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
     ids, model, expected = random_ids(60), tiny_model(), []
     rows = [(ids[:41], 3), (ids[9:22], 9), (ids[5:46], 1), (ids[:2], 1)]
