@@ -330,6 +330,8 @@ def draw(png: Path, path: Path, *more: Path) -> None:
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
     rows, *tables = (list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more))
+    if not all((rows, *tables)):
+        raise UserError(f"{png.stem}: a table has no rows; give one that has some")
     figure = Figure(layout="constrained")
     if more:
         draw_overview(figure, rows, tables)
@@ -346,15 +348,16 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
     """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's first row."""
     figure.set_size_inches(10, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    lengths, ticks, places = [row["length"] for row in speeds if row["method"] == "dense"], {}, {}
+    dense = {row["length"]: float(row["tokens_per_s"]) for row in speeds if row["method"] == "dense"}
+    ticks, places = {}, {}
     for i, row in enumerate(speeds):
-        rate, at = float(row["tokens_per_s"]), i + 1.3 * lengths.index(row["length"])
+        rate, at = float(row["tokens_per_s"]), i + 1.3 * [*dense].index(row["length"])
+        times = rate / dense[row["length"]]
         if row["method"] == "dense":
-            dense = rate
             left.text(0, at - 0.8, f"{int(row['length']):,} tokens a sequence", weight="bold")
         name, color = PAINTED[row["method"]]
         left.barh(at, rate, color=color)
-        left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
+        left.text(rate, at, f" {rate:,.0f} ({times:.2g} x)", va="center")
         ticks[at] = f"{name} x {row['batch']}"
     left.set(yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[])
     left.set_title("tokens a second, as many sequences as fit", loc="left")
@@ -420,6 +423,8 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
 
 
 def run_plot(args: argparse.Namespace) -> None:
+    if args.overview and len(args.tables) == 1:
+        raise UserError("--overview draws a table of throughput and tables of eval; give at least two tables")
     pictures = {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
     for name, paths in pictures.items():
         try:
