@@ -4517,6 +4517,18 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
 
 
+@over("method", lambda tests: [m for m in tests.METHODS if hasattr(method_named(m).settings, "kv_bits")])
+def test_codes_are_of_values_that_the_method_has_rotated(method):
+    """And W_O turns them back."""
+    cases = ("dense", {}), (method, {"kv_bits": 8})
+    dense, coded = (make_engine(tiny_model(), name, 1, 60, **how) for name, how in cases)
+    for engine in (dense, coded):
+        engine.prefill([random_ids(50)])
+    values, stored = (engine.caches[0].past(0, 50)[1] for engine in (dense, coded))
+    assert error(stored, values @ compress.random_rotation(16)) < 0.02
+    assert error(coded.logits, dense.logits) < 1e-5
+
+
 def test_the_readmes_python_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     exec((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0], {})
