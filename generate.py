@@ -228,7 +228,7 @@ class Output:
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # all tokens before what was made
+    prompt_tokens: list[int] = field(default_factory=list)  # the row's other tokens: earlier answers, too
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
