@@ -246,14 +246,13 @@ class TokenStore(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.context, self.heads, self.tokens, self.width, self.host = context, heads, tokens, width, host
-        self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
+        self.token_bytes, sizes = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            if host and name == "vectors":
-                self.register_buffer(name, host_memory(context, *places, *shape, dtype=dtype))
-                continue
-            part = context.zeros(*places, *shape, dtype=dtype)
+            in_host = host and name == "vectors"
+            zeros = host_memory if in_host else Context.zeros
+            part = zeros(context, *sizes, *shape, dtype=dtype)
             self.register_buffer(name, part.transpose(1, 2) if by_token else part)
-            self.token_bytes += heads * math.prod(shape) * dtype.itemsize
+            self.token_bytes += 0 if in_host else heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
         """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
