@@ -349,7 +349,7 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
     figure.set_size_inches(10, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     dense = {row["length"]: float(row["tokens_per_s"]) for row in speeds if row["method"] == "dense"}
-    ticks, places = {}, {}
+    ticks, marks = {}, {}
     for i, row in enumerate(speeds):
         rate, at = float(row["tokens_per_s"]), i + 1.3 * [*dense].index(row["length"])
         times = rate / dense[row["length"]]
@@ -367,12 +367,12 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
             x = 100 * float(row["bytes/token"]) / float(rows[0]["bytes/token"])
             y = float(row["kl wikitext2_4096"] or 0)
             if 0 < y < 1:
-                places.setdefault(method, []).append((x, y))
+                marks.setdefault(method, []).append((x, y))
                 name, color = PAINTED.get(method, ("", "0.8"))
                 right.plot(x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2)
-    for method in filter(places.get, PAINTED):
-        (name, color), (x, y) = PAINTED[method], places[method][-1]
-        right.plot(*zip(*places[method], strict=True), color=color)
+    for method in filter(marks.get, PAINTED):
+        (name, color), (x, y) = PAINTED[method], marks[method][-1]
+        right.plot(*zip(*marks[method], strict=True), color=color)
         right.text(x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left")
     right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
     right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
