@@ -262,17 +262,17 @@ def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
     return tensors, facts
 
 
-def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope_deltas(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
 
-    q [N, I, G, D] at positions places [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
+    q [N, I, G, D] at `positions` [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
     with the scale 1/sqrt(D), and 0 where the key comes after the query."""
     half, k = q.shape[-1] // 2, k.unsqueeze(-2)
     # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
-    q = torch.cat((apply_rope(q, cos[places], sin[places]), -q), -1).unflatten(-1, (4, half))
+    q = torch.cat((apply_rope(q, cos[positions], sin[positions]), -q), -1).unflatten(-1, (4, half))
     k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
     deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
-    return deltas * (torch.arange(k.shape[1], device=q.device) <= places[:, None])
+    return deltas * (torch.arange(k.shape[1], device=q.device) <= positions[:, None])
 
 
 def ropelite(deltas: Tensor) -> Tensor:
@@ -987,8 +987,8 @@ class Haystack:
         plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
         starts = np.flatnonzero(self.starts_word[plain]).tolist() or [0]
         where = [rng.random() if depth is None or len(facts) > 1 else depth for _ in facts]
-        places = sorted(starts[int(w * len(starts))] for w in where)
-        *parts, last = np.split(plain, places)
+        cuts = sorted(starts[int(w * len(starts))] for w in where)
+        *parts, last = np.split(plain, cuts)
         return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
 
     def uuids(self, rng: random.Random, fact: str, n: int) -> list:
@@ -1014,10 +1014,10 @@ def training_document(hay: Haystack, rng: random.Random, n: int) -> tuple[np.nda
         longest = max(1, min(256, n // 4))
         length = rng.randint(min(8, longest), longest)
         segment = np.array([rng.randrange(3, len(hay.starts_word)) for _ in range(length)], np.int32)
-        places = range(0, max(1, n - length), length)
-        for i, place in enumerate(sorted(rng.sample(places, min(rng.randint(2, 3), len(places))))):
-            ids[place : place + length] = segment
-            weights[place : place + length] = FACT_WEIGHT if i == 0 else 1.0
+        starts = range(0, max(1, n - length), length)
+        for i, start in enumerate(sorted(rng.sample(starts, min(rng.randint(2, 3), len(starts))))):
+            ids[start : start + length] = segment
+            weights[start : start + length] = FACT_WEIGHT if i == 0 else 1.0
     ids[0] = hay.tokenizer.bos_id
     return ids, weights
 
@@ -1262,8 +1262,8 @@ def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Te
 @torch.inference_mode()
 def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
     """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
-    places = zip(seeds, depths, strict=True)
-    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in places]
+    rows = zip(seeds, depths, strict=True)
+    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in rows]
     prompts, tasks = zip(*samples, strict=True)
     engine.prefill(prompts)
     context = max(len(hay.encode(task.answer)) for task in tasks) + 4

@@ -246,14 +246,13 @@ class TokenStore(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.context, self.heads, self.tokens, self.width, self.host = context, heads, tokens, width, host
-        self.token_bytes, places = 0, (tokens, heads) if by_token else (heads, tokens)
+        self.token_bytes, sizes = 0, (tokens, heads) if by_token else (heads, tokens)
         for name, (shape, dtype) in self.layout().items():
-            if host and name == "vectors":
-                self.register_buffer(name, host_memory(context, *places, *shape, dtype=dtype))
-                continue
-            part = context.zeros(*places, *shape, dtype=dtype)
+            in_host = host and name == "vectors"
+            zeros = host_memory if in_host else Context.zeros
+            part = zeros(context, *sizes, *shape, dtype=dtype)
             self.register_buffer(name, part.transpose(1, 2) if by_token else part)
-            self.token_bytes += heads * math.prod(shape) * dtype.itemsize
+            self.token_bytes += 0 if in_host else heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
         """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
@@ -270,13 +269,13 @@ class TokenStore(nn.Module):
     def parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.layout()]
 
-    def reach(self, tokens: Tensor | slice) -> Tensor | slice:
+    def as_index(self, tokens: Tensor | slice) -> Tensor | slice:
         """The tokens as an index that reads and writes by a kernel: a slice copies, which host memory is not
         for."""
         return self.context.positions[tokens] if self.host and isinstance(tokens, slice) else tokens
 
     def write(self, where: tuple, x: Tensor) -> None:
-        row, tokens = where[0], self.reach(where[1])
+        row, tokens = where[0], self.as_index(where[1])
         for part, new in zip(self.parts(), self.encode(x), strict=True):
             part[row, :, tokens] = new.transpose(0, 1) if isinstance(row, int) else new
 
@@ -287,7 +286,7 @@ class TokenStore(nn.Module):
         return self.decode(*parts)
 
     def past(self, row: int, n: int) -> Tensor:
-        tokens = self.reach(slice(n))
+        tokens = self.as_index(slice(n))
         return self.decode(*(part[row, :, tokens] for part in self.parts())).transpose(0, 1)
 
     def scored(self, pos: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -328,9 +327,9 @@ class Window(TokenStore):
 
     def kept(self, span: slice) -> Tensor:
         """The positions of `span` that the window holds once all of it is written."""
-        places = self.context.positions[span]
+        positions = self.context.positions[span]
         sinks = max(0, self.x - span.start)
-        return torch.cat((places[:sinks], places[max(sinks, len(places) - self.z) :]))
+        return torch.cat((positions[:sinks], positions[max(sinks, len(positions) - self.z) :]))
 
     def write(self, where: tuple, x: Tensor) -> None:
         row, tokens = where
@@ -341,8 +340,8 @@ class Window(TokenStore):
 
     def overlay(self, row: int, x: Tensor) -> Tensor:
         """x [n, H, width], a row's tokens so far, with the exact ones that the window holds."""
-        places = self.kept(slice(0, len(x)))
-        return x.index_copy(0, places, self.vectors[row, :, self.slot(places)].transpose(0, 1))
+        kept = self.kept(slice(0, len(x)))
+        return x.index_copy(0, kept, self.vectors[row, :, self.slot(kept)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, z: int) -> Tensor:
@@ -792,8 +791,8 @@ def sals_step(
     # 4. Scores on the r* leading dims (sec. 4.3): without RoPE, for all heads at once.
     scores = latents[:, :r_score] @ q_latent[:r_score]
     # 5. The y best of the tokens between the x first and the z last (sec. 4.4).
-    places = torch.arange(S)
-    near = (places < x) | (places >= S - z)
+    positions = torch.arange(S)
+    near = (positions < x) | (positions >= S - z)
     chosen = scores.masked_fill(near, -torch.inf).topk(min(y, S - int(near.sum()))).indices
     # 6. Rebuild their keys; decode their values.
     k_chosen = (latents[chosen] @ U.T).unflatten(-1, (heads, D))
@@ -804,7 +803,7 @@ def sals_step(
     # 8, 9. Attend.
     weights = torch.einsum("hgd,nhd->hgn", q.unflatten(0, (heads, -1)), keys).mul(D**-0.5).softmax(-1)
     out = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
-    return out, torch.cat((chosen, places[near])), stored
+    return out, torch.cat((chosen, positions[near])), stored
 
 
 def sals_step_ours(
@@ -830,14 +829,14 @@ def sals_step_ours(
     latents = dequantize_mixed(leading, scale, trailing)
     # 4. Scores on the r* leading dims: q is turned back by the rotation of a token's block, so that scores
     # know the distance; each head's logits become weights, and a token's score is their sum.
-    places = torch.arange(S)
-    in_block, in_run = (apply_rope(q, c[places // n], -s[places // n]) for n, c, s in (blocks, runs))
+    positions = torch.arange(S)
+    in_block, in_run = (apply_rope(q, c[positions // n], -s[positions // n]) for n, c, s in (blocks, runs))
     k_score, grouped = latents[:, :r_score] @ up[:, :r_score].T, (heads, -1)  # [S, Hkv*D]
     logits = (in_block.unflatten(1, grouped) * k_score.view(S, heads, 1, D)).sum(-1)  # [S, Hkv, G]
     logits = logits + (in_run.unflatten(1, grouped) * mean.view(heads, 1, D)).sum(-1)
     scores = logits.mul(D**-0.5).softmax(0).sum((1, 2))
     # 5. The y best of the tokens between the x first and the z last (sec. 4.4).
-    near = (places < x) | (places >= S - z)
+    near = (positions < x) | (positions >= S - z)
     chosen = scores.masked_fill(near, -torch.inf).topk(min(y, S - int(near.sum()))).indices
     # 6. Rebuild their keys, with the mean; decode their values.
     k_chosen = (latents[chosen] @ up.T + mean).unflatten(-1, (heads, D))
@@ -848,7 +847,7 @@ def sals_step_ours(
     # 8, 9. Attend.
     weights = torch.einsum("hgd,nhd->hgn", q[0].unflatten(0, (heads, -1)), keys).mul(D**-0.5).softmax(-1)
     out = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
-    return out, torch.cat((chosen, places[near])), stored
+    return out, torch.cat((chosen, positions[near])), stored
 
 
 # ---- from the fit to the maps and weights that a step takes
@@ -992,11 +991,11 @@ class RebuiltKeys(nn.Module):
             given = codes, scale, bias
             self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
 
-    def rebuilt(self, latents: Tensor, places: Tensor | slice) -> Tensor:
-        """Keys of latents [..., 1 or Hkv, n, r] at positions `places`, a slice or [..., 1 or Hkv, n]."""
+    def rebuilt(self, latents: Tensor, positions: Tensor | slice) -> Tensor:
+        """Keys of latents [..., 1 or Hkv, n, r] at `positions`, a slice or [..., 1 or Hkv, n]."""
         keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
         keys = keys if self.bias is None else keys + self.bias[:, None]  # which may be in fp32
-        return self.context.rope(keys[..., None, :], places)[..., 0, :].to(self.context.dtype)
+        return self.context.rope(keys[..., None, :], positions)[..., 0, :].to(self.context.dtype)
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
         latents = self.latents.read(pos, index)
@@ -1665,14 +1664,14 @@ class LrqkCache(Cache):
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
         most = min(settings.slots * self.chosen, capacity - self.z)
         self.slots = round(most) if self.reuse else self.chosen
-        places, host = (context, heads, capacity, width), settings.kv_device == "cpu"
+        sizes, host = (context, heads, capacity, width), settings.kv_device == "cpu"
         self.coded = settings.kv_bits < 16
         if self.coded:
-            self.kv = PairStore(*places, settings.kv_bits, host)
+            self.kv = PairStore(*sizes, settings.kv_bits, host)
             self.rotation = random_rotation(c.head_dim).to(context.device, context.dtype)
             self.table("mean", heads, c.head_dim, dtype=torch.float32)  # of a prompt's keys after RoPE
         else:
-            self.kv = TokenStore(*places, host=host)
+            self.kv = TokenStore(*sizes, host=host)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
@@ -1680,8 +1679,8 @@ class LrqkCache(Cache):
         self.window = nn.ModuleList(Window(*exact, by_token=True) for _ in range(2))  # K, V
         for name, (shape, dtype) in self.kv.layout().items():
             self.table(f"hot_{name}", heads, self.slots, *shape, dtype=dtype)
-        for name, places in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
-            self.table(name, heads, places, fill=-1)
+        for name, entries in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
+            self.table(name, heads, entries, fill=-1)
         self.table("step", 1, 1)
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 

@@ -228,7 +228,7 @@ class Output:
 
     token_ids: list[list[int]]
     text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # all tokens before what was made
+    prompt_tokens: list[int] = field(default_factory=list)  # the row's other tokens: earlier answers, too
     prefill_s: float = 0.0
     first_token_s: float = 0.0  # from the start of reading
     decode_s: float = 0.0
@@ -562,7 +562,7 @@ class LLM:
         return self.output
 
     def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
-        """The text after one prompt, piece by piece as its tokens are made."""
+        """The text after one prompt, piece by piece as tokens are made (ignore_eos on CUDA: 16 at once)."""
         pieces = None
         for row, token in self.tokens([prompt], max_new_tokens, **how):
             pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])

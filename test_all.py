@@ -784,8 +784,9 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
     shape = {"n_layers": 1, "head_dim": width_for(method), "qkv_bias": True}
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
     ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
-    for first, second in ends:
-        engine = make_engine(tiny_model(**shape).double(), method, 1, 64, **options)
+    for group, (first, second) in itertools.product((1, 2, 8) if method in CODED else (2,), ends):
+        model = tiny_model(**shape, group=group).double()
+        engine = make_engine(model, method, 1, 64, **options_for(model.config, options))
         engine.prefill([ids[:first]])
         engine.feed([ids[first:second]])
         for token in ids[second:]:
@@ -798,9 +799,9 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
         if method in CODED:
             buffers["logits"] = engine.logits
         for name, buffer in buffers.items():
-            one = whole.setdefault(name, buffer)
+            one = whole.setdefault((group, name), buffer)
             same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
-            assert same or name in OF_THE_PROMPT, (first, second, name)
+            assert same or name in OF_THE_PROMPT, (group, first, second, name)
 
 
 @over("method, options", lambda tests: [case for case in tests.CASES if case[0] not in CODED])
@@ -821,6 +822,13 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
     assert error(out, attend_plain(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+
+
+def test_a_store_in_host_memory_may_lie_by_token():
+    (_, _, v), context = stream(40), Context(tiny_model(), 1, 60)
+    store = compress.TokenStore(context, 4, 60, 16, by_token=True, host=True)
+    store.write((0, slice(0, 40)), v)
+    assert store.vectors.shape == (1, 4, 60, 16) and torch.equal(store.past(0, 40), v)
 
 
 def test_a_window_writes_each_of_its_slots_once():
@@ -4514,6 +4522,18 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
     for a, b in zip(model.layers.parameters(), int8.layers.parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
+
+
+@over("method", lambda tests: [m for m in tests.METHODS if hasattr(method_named(m).settings, "kv_bits")])
+def test_codes_are_of_values_that_the_method_has_rotated(method):
+    """And W_O turns them back."""
+    cases = ("dense", {}), (method, {"kv_bits": 8})
+    dense, coded = (make_engine(tiny_model(), name, 1, 60, **how) for name, how in cases)
+    for engine in (dense, coded):
+        engine.prefill([random_ids(50)])
+    values, stored = (engine.caches[0].past(0, 50)[1] for engine in (dense, coded))
+    assert error(stored, values @ compress.random_rotation(16)) < 0.02
+    assert error(coded.logits, dense.logits) < 1e-5
 
 
 def test_the_readmes_python_runs(monkeypatch, capsys):

@@ -131,14 +131,14 @@ class SlotCache(DenseCache):
         return super().past(row, filled)
 
     def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        heads, places = self.config.n_kv_heads, self.context.positions[span]
+        heads, new = self.config.n_kv_heads, self.context.positions[span]
         past = self.past(row, span.start)
         k, v = (torch.cat(pair).transpose(0, 1) for pair in zip(past, (k, v), strict=True))  # [Hkv, N, D]
-        held = k.shape[1] - len(places)
-        position = torch.cat((self.position[row, :, :held], places.expand(heads, -1)), 1)  # [Hkv, N]
+        held = k.shape[1] - len(new)
+        position = torch.cat((self.position[row, :, :held], new.expand(heads, -1)), 1)  # [Hkv, N]
         last = q[-self.settings.window :].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ k[:, None].mT).float() * self.scale
-        later = position[:, None, None] > places[-last.shape[2] :, None]
+        later = position[:, None, None] > new[-last.shape[2] :, None]
         kept = self.choose(row, span, logits.masked_fill(later, -torch.inf), position)
         slots = self.keys.vectors, self.values.vectors, self.position
         for slot, x in zip(slots, (k, v, position), strict=True):
@@ -266,17 +266,17 @@ class SnapKvSettings:
 def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
     """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head: q [G, S, D],
     k [S, D] after RoPE. A decode step then appends K and V, and attends all that is there."""
-    places, S = torch.arange(len(k)), len(k)
+    positions, S = torch.arange(len(k)), len(k)
     if S <= n:
-        return places
+        return positions
     # 1. What the last queries attend.
     logits = q[:, -window:] @ k.mT * k.shape[1] ** -0.5
-    weights = logits.masked_fill(places > places[-window:, None], -torch.inf).softmax(-1)
+    weights = logits.masked_fill(positions > positions[-window:, None], -torch.inf).softmax(-1)
     # 2. Their votes for the tokens before them; neighbours of a token with many votes get some, too.
     votes = weights[..., :-window].sum((0, 1))
     votes = F.avg_pool1d(votes[None], pool, 1, pool // 2)[0, : S - window]
     # 3. The best, and the last ones.
-    return torch.cat((votes.topk(n - window).indices, places[-window:]))
+    return torch.cat((votes.topk(n - window).indices, positions[-window:]))
 
 
 class SnapKvCache(SlotCache):
@@ -525,9 +525,9 @@ class HshareCache(DoubleSparseCache):
         self.since.copy_(torch.where(due, pos, self.since))
         self.held.copy_(torch.where(due[:, None, None], index, self.held))
         newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
-        # A row that the budget covers is attended whole: its first `count` places, as far as written.
-        whole, places = (pos < self.count)[:, None, None], self.context.positions[: self.count]
-        index = torch.where(whole, places, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
+        # A row that the budget covers is attended whole: its first `count` tokens, as far as written.
+        whole, first = (pos < self.count)[:, None, None], self.context.positions[: self.count]
+        index = torch.where(whole, first, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
         return index.where(index <= pos[:, None, None], -1)
 
     def score_bytes(self, length: int) -> int:
@@ -592,13 +592,13 @@ def fp8_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean
     """One decode step over an FP8 cache, for one KV head: q [G, D] after RoPE, k [D] before it, v [D] -> [G,
     D]. stored: codes of K after RoPE and of V [S - 1, D]; scales: of both. mean [D]: the prompt's mean key
     before RoPE (ours), or 0; rope(x, positions) rotates x [n, D]."""
-    places = torch.arange(len(stored[0]) + 1)
+    positions = torch.arange(len(stored[0]) + 1)
     # 1. Codes of the new key, less the mean key at its position, and of the new value.
-    new = rope((k - mean)[None], places[-1:])[0], v
+    new = rope((k - mean)[None], positions[-1:])[0], v
     stored = appended(stored, *map(fp8, new, scales))
     # 2. Attend every token; the mean key comes back, exactly.
     keys, values = (codes.to(q.dtype) * scale for codes, scale in zip(stored, scales, strict=True))
-    keys = keys + rope(mean.expand(len(places), -1), places)
+    keys = keys + rope(mean.expand(len(positions), -1), positions)
     return (q @ keys.mT * len(k) ** -0.5).softmax(-1) @ values, stored
 
 

@@ -265,7 +265,12 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
 
 
 def run_needle(args: argparse.Namespace) -> None:
-    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth in it."""
+    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth in it.
+
+    length: tokens of a prompt. depth: per cent of it before the fact, the middle of one of --depths parts.
+    found: per cent of such prompts whose answer is right.
+
+        python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv"""
     tokenizer, config = load_tokenizer(args.checkpoint), ModelConfig.from_folder(args.checkpoint)
     held = calibrate.text_files(calibrate.STDLIB, held=True)
     hay = calibrate.Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
@@ -330,6 +335,8 @@ def draw(png: Path, path: Path, *more: Path) -> None:
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
     rows, *tables = (list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more))
+    if not all((rows, *tables)):
+        raise UserError(f"{png.stem}: a table has no rows; give one that has some")
     figure = Figure(layout="constrained")
     if more:
         draw_overview(figure, rows, tables)
@@ -346,15 +353,16 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
     """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's first row."""
     figure.set_size_inches(10, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    lengths, ticks, places = [row["length"] for row in speeds if row["method"] == "dense"], {}, {}
+    dense = {row["length"]: float(row["tokens_per_s"]) for row in speeds if row["method"] == "dense"}
+    ticks, marks = {}, {}
     for i, row in enumerate(speeds):
-        rate, at = float(row["tokens_per_s"]), i + 1.3 * lengths.index(row["length"])
+        rate, at = float(row["tokens_per_s"]), i + 1.3 * [*dense].index(row["length"])
+        times = rate / dense[row["length"]]
         if row["method"] == "dense":
-            dense = rate
             left.text(0, at - 0.8, f"{int(row['length']):,} tokens a sequence", weight="bold")
         name, color = PAINTED[row["method"]]
         left.barh(at, rate, color=color)
-        left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
+        left.text(rate, at, f" {rate:,.0f} ({times:.2g} x)", va="center")
         ticks[at] = f"{name} x {row['batch']}"
     left.set(yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[])
     left.set_title("tokens a second, as many sequences as fit", loc="left")
@@ -364,12 +372,12 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
             x = 100 * float(row["bytes/token"]) / float(rows[0]["bytes/token"])
             y = float(row["kl wikitext2_4096"] or 0)
             if 0 < y < 1:
-                places.setdefault(method, []).append((x, y))
+                marks.setdefault(method, []).append((x, y))
                 name, color = PAINTED.get(method, ("", "0.8"))
                 right.plot(x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2)
-    for method in filter(places.get, PAINTED):
-        (name, color), (x, y) = PAINTED[method], places[method][-1]
-        right.plot(*zip(*places[method], strict=True), color=color)
+    for method in filter(marks.get, PAINTED):
+        (name, color), (x, y) = PAINTED[method], marks[method][-1]
+        right.plot(*zip(*marks[method], strict=True), color=color)
         right.text(x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left")
     right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
     right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
@@ -420,6 +428,8 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
 
 
 def run_plot(args: argparse.Namespace) -> None:
+    if args.overview and len(args.tables) == 1:
+        raise UserError("--overview draws a table of throughput and tables of eval; give at least two tables")
     pictures = {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
     for name, paths in pictures.items():
         try:
