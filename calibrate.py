@@ -871,11 +871,7 @@ def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, 
     """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return numbered(rng, rng.sample(pairs, n), each)
-
-
-def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
-    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+    return [(key, str(rng.randrange(10000, 100000))) for key in rng.sample(pairs, n) for _ in range(each)]
 
 
 WORDS = "The magic number for {} is", "What is the magic number for {}?"
@@ -925,7 +921,7 @@ def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> l
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
     names = rng.sample(NAMES, 5 * n_chains)
-    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    chains = [(names[i::n_chains], str(rng.randrange(10000, 100000))) for i in range(n_chains)]
     facts = []
     for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
@@ -1173,12 +1169,7 @@ class Candidate:
         method = method_named(self.method)
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
-
-        def costs(options: dict, capacity: int) -> dict[str, float]:
-            settings = settings_from(self.method, options)
-            caches = generate.plan_caches(model, self.method, settings, artifact, 1, capacity)
-            return cost_shares(settings, caches)
-
+        costs = partial(cost_shares, model, self.method, artifact)
         for capacity in sorted(rows):
             if capacity not in self.used:
                 self.used[capacity] = equal_options(method.settings, self.options, shares, costs, capacity)
@@ -1189,9 +1180,11 @@ class Candidate:
         return artifact
 
 
-def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+def cost_shares(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
-    capacity, dense = caches[0].context.capacity, len(caches) * compress.dense_bytes(caches[0].context)
+    settings = settings_from(method, options)
+    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
+    dense = len(caches) * compress.dense_bytes(caches[0].context)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
     held = sum(cache.formula() for cache in caches)
     return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}

@@ -3542,15 +3542,9 @@ def knobs_of(method: str, aim: str) -> list[str]:
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
 
 
-def costs_of(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
-    settings = method_named(method).settings(**options)
-    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    return calibrate.cost_shares(settings, caches)
-
-
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
     settings = method_named(method).settings
-    costs = functools.partial(costs_of, model, method, artifact_of(method, model))
+    costs = functools.partial(calibrate.cost_shares, model, method, artifact_of(method, model))
     return calibrate.equal_options(settings, options, shares, costs, capacity)
 
 
@@ -3565,7 +3559,7 @@ def test_equal_cost_is_the_most_within_the_share(method, aim, share):
     choices = settings.__dataclass_fields__[name].metadata["choices"]
     if choices and value == max(choices):
         return
-    costs = functools.partial(costs_of, model, method, artifact_of(method, model), capacity=300)
+    costs = functools.partial(calibrate.cost_shares, model, method, artifact_of(method, model), capacity=300)
     assert 0.8 * share < costs(options)[aim] <= share
     # A hundredth more of the knob, or one step more, would be above it.
     step = max(0.01, value * 0.02) if isinstance(value, float) else 2
