@@ -640,8 +640,7 @@ def deferred_interrupts() -> Iterator[list]:
     stops = []
 
     def defer(number: int, _) -> None:
-        if stops:
-            raise KeyboardInterrupt
+        signal.signal(number, before[number])
         stops.append(number)
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
@@ -730,7 +729,7 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*args.text, strict=True)
-    device, dtype = generate.device_and_dtype(args.device, args.dtype)
+    device, dtype = generate.device_and_dtype(args.device)
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
@@ -1465,7 +1464,7 @@ def command(commands, run: Callable, *add_options: Callable[[Parser], None]) -> 
     text = inspect.cleandoc(run.__doc__)
     name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
     parser = commands.add_parser(name, help=about, description=text)
-    parser.set_defaults(run=run, dtype="auto")  # where there is no --dtype
+    parser.set_defaults(run=run)
     for add in add_options:
         add(parser)
     return parser
