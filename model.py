@@ -213,9 +213,7 @@ class ModelConfig:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
         if self.n_heads % n or self.ffn_dim % n or self.n_kv_heads % n and n % self.n_kv_heads:
             shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            raise UserError(
-                f"{n} ranks cannot evenly share {shapes}; use a --nproc_per_node that divides them"
-            )
+            raise UserError(f"{n} ranks cannot evenly share {shapes}; use another --nproc_per_node")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
