@@ -276,10 +276,9 @@ def rope_deltas(q: Tensor, k: Tensor, places: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def ropelite(deltas: Tensor) -> Tensor:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs in order [D/2].
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs, best first [D/2].
 
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r."""
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference."""
     rest, left, order = deltas.sum(0), list(range(len(deltas))), []
     while left:
         losses = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
@@ -751,8 +750,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
-    """The model of --from in EliteKV's form, ready to train in fp32, and its tokenizer. The factors keep most
-    of what the layers compute on the files of each text."""
+    """The model of --from in EliteKV's form, to train in fp32, and its tokenizer. files: of each text."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
@@ -1163,8 +1161,7 @@ class Candidate:
         return load(*where, self.weights, self.method, self.used.get(capacity, self.options))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
-        would not fit the memory."""
+        """The artifact. UserError where no cache of rows[capacity] rows can be built, or fits the memory."""
         method = method_named(self.method)
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}

@@ -312,11 +312,10 @@ def render_chat(template: str, **variables) -> str:
 
 
 def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt for the next answer, by the model's own template. What a message says never
-    becomes a control token.
+    """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
+    What a message says never becomes a control token.
 
-    chat: dicts with role and content: maybe system first, user and assistant in turn, user last. Raises
-    UserError where there is no template."""
+    chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
     special, template = tokenizer.special_tokens, tokenizer.chat_template
     if not template:
         raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
@@ -360,8 +359,7 @@ def load(
 ) -> tuple[Llama, object]:  # fmt: skip
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
-    weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
-    the model serves no other one."""
+    weights: None for the dtype's, or "int8", after which the model serves this method alone."""
     artifact, fold_all = lru_cache(partial(artifact_for, source, method)), method_named(method).fold_all
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
@@ -474,8 +472,7 @@ class LLM:
 
     def open(self, rows: int, need: int = 0) -> "LLM":
         """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
-        where no context was given. UserError where settings, artifact, model and memory do not fit one
-        another, before anything is built."""
+        where no context was given. UserError, before anything is built, where something does not fit."""
         model, c, settings = self.model, self.model.config, self.settings
         shortest = min(4096, c.max_positions, c.sliding_window or 4096)
         capacity = self.capacity or max(need, shortest)
@@ -505,9 +502,8 @@ class LLM:
         return encode_chat(self.tokenizer, prompt) if is_chat else [*after, *prompt]
 
     def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
-        """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
-        holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
-        max_new_tokens, do not fit."""
+        """Reads a prompt a row, of the first rows if there are fewer; where each begins with all that its row
+        holds, only what is new. follow: the prompts come after that. UserError where they do not fit."""
         ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
         need = check_lengths(ids, max_new_tokens, self.capacity, self.model.config)
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine

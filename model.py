@@ -434,8 +434,7 @@ class Llama(nn.Module):
 
     def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
-        Layer by layer over all of them: one layer's full K and V exist at a time, never all. tick is called
-        after each layer."""
+        Layer by layer, so that one layer's full K and V exist at a time; tick is called after each."""
         x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))

@@ -475,8 +475,7 @@ def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 4, 8])
 @over("method, options", lambda tests: tests.EVERYTHING)
 def test_full_rank_and_budget_is_dense(method, options, group):
-    """Ragged rows, read in one to three parts and decoded: shorter than any rank or window, long, and of one
-    token repeated, whose keys have rank 1."""
+    """Ragged rows, read in parts and decoded: shorter than any rank or window, long, of keys of rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
     changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
@@ -499,8 +498,7 @@ def test_half_precision_is_near_dense(method, options):
 
 @over("method, options", lambda tests: tests.CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
-    """Alone in a cache that has held a longer prompt before, of which nothing may be left. Eight steps take
-    rows beyond a window of 8 and a block of 32."""
+    """Alone in a cache that held a longer prompt before. Steps go beyond a window of 8 and a block of 32."""
     # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
     # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
     prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8)))
@@ -574,8 +572,7 @@ def forms(tests) -> list:
 
 @over("method, options", forms)
 def test_compiled_decode_equals_eager(method, options):
-    """Where a compiler errs first: G = 1, ragged rows, a capacity that nothing divides. The second step reads
-    what the first one wrote."""
+    """Where a compiler errs first: G = 1, ragged rows, an odd capacity. A step reads what one has written."""
     model, lengths, logits = functools.partial(tiny_model, n_layers=1, group=1), (2, 31, 97), []
     prompts, more = ([random_ids(m, i + m) for m in n] for i, n in ((0, lengths), (9, (2, 2, 2))))
     for compiled in (False, True):
@@ -1641,8 +1638,7 @@ def fdc_fit():
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model. The values'
-    is the SVD of the weights."""
+    """Of unseen random tokens, up to the last position: R belongs to the model. The values' is of weights."""
     model, _, tensors, _ = fdc_fit
     places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
     rope = [t[places] for t in rope_tables(model.config, 512, CPU)]
@@ -2191,8 +2187,7 @@ TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nS
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model whose texts get a space at the start or after each token, and of a byte-level
-    BPE; with up to three questions."""
+    """Of a sentencepiece model that puts a space first, or after each token, and of a byte-level BPE."""
     names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
@@ -2304,8 +2299,7 @@ def positions(*pos):
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """What the wrappers allocate is NaN (or -7), so that a forgotten element is seen; beyond its
-    end lies a strip that must stay as it was."""
+    """What wrappers allocate is NaN (or -7), to show a forgotten element; a strip behind stays as it was."""
     strips, empty = [], torch.empty
 
     def poisoned(*sizes, dtype, device):
@@ -3497,8 +3491,7 @@ WATCHED = [
 @pytest.mark.parametrize("group", [1, 4, 8])
 @over("method, options", lambda tests: tests.WATCHED)
 def test_watched_figures_equal_a_plain_count(method, options, group):
-    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
-    changes neither logits nor the ledger."""
+    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the ledger."""
     seen, prompts = [], [random_ids(47), random_ids(23, 1)]
     engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
     engines[1].caches = [calibrate.Watched(cache) for cache in engines[1].caches]
@@ -4593,8 +4586,7 @@ RANKED = [("dense", {}), ("fdc", {}), *(case for case in CASES if case[0] not in
 
 
 def ranked(folder: Path, tests) -> dict[str, tuple]:
-    """Of each case: teacher-forced logits of two rows of unlike lengths, the greedy tokens that follow, the
-    cache's bytes, and how many weights there are."""
+    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of weights."""
     found = {}
     cases = [("four", case) for case in tests.RANKED + tests.JOINT] + [("two", tests.RANKED[0])]
     for name, (method, options) in cases:
