@@ -189,8 +189,9 @@ class KeyMoments:
         return self.second - self.mean[:, :, None] * self.mean[:, None]
 
 
+@lru_cache(1)  # of several fits
 @torch.inference_mode()
-def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
+def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
 
@@ -203,13 +204,12 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             new = rows.T @ rows, rows.sum(0), pairs
             sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
-    for window in tracked(label, tokens):
+    for window in tracked("keys", tokens):
         observe(model, window[None], see)
     totals = {name: map(torch.stack, zip(*layers, strict=True)) for name, layers in sums.items()}
     return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
 
-Moments = Callable[[], dict[str, KeyMoments]]  # key_moments, taken when a method asks for them
 Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
@@ -219,10 +219,10 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
     the covariance of S k, where S is the queries' rms in each pair that RoPE rotates ("query": ours)."""
-    c, keys = model.config, moments()["pre"]
+    c, keys = model.config, key_moments(model, tokens)["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
@@ -240,14 +240,14 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     return tensors, facts
 
 
-def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
+def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
     bar = Progress("trial", 2 * ends.shape[1])
     for name in ("pre", "post"):
-        blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+        blocks = key_moments(model, tokens)[name].covariance().unflatten(2, heads).unflatten(1, heads)
         own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
         values, vectors = eigen(own)
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
@@ -331,7 +331,7 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     return found
 
 
-def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
+def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
@@ -366,7 +366,7 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     return values.sqrt(), vectors
 
 
-def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
+def fit_fdc(model: Llama, tokens: Tensor, accuracy=0.99, positions=None) -> Fitted:
     """R of each KV head from random tokens (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2)."""
     positions = min(positions or model.config.max_positions, model.config.max_positions)
     shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
@@ -470,13 +470,12 @@ def run_fit(args: argparse.Namespace) -> None:
                 (args.out / file.name).symlink_to(file.resolve())
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
-    moments = lru_cache(None)(lambda: key_moments(model, tokens, "fit"))
     options = {"sals": {"max_rank": args.max_rank}}
     options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for name, fit in args.fits.items():
         path = compress.artifact_path(folder, name)
         try:
-            tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
+            tensors, facts = resolve_name(fit)(model, tokens, **options.get(name, {}))
         except UserError as error:
             if len(args.fits) == 1:
                 raise
@@ -496,7 +495,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
     tokens = text_windows(args, model.config, tokenizer)
-    moments, bases = key_moments(model, tokens, "ranks"), fdc_bases(model, tokens, model.config.max_positions)
+    moments, bases = key_moments(model, tokens), fdc_bases(model, tokens, model.config.max_positions)
     figures = {"layer": [*range(model.config.n_layers)]}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
     for name, of_keys in moments.items():

@@ -1053,7 +1053,7 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
     for layer in model.layers:  # queries that need some pairs more than others, and one not at all
         dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
-    tensors, _ = fit_sals(model, tokens, lambda: key_moments(model, tokens, "test"), 1.0)
+    tensors, _ = fit_sals(model, tokens, 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
         how = {"artifact": tensors, "i": i, "device": CPU}
         sals_maps = functools.partial(compress.sals_layer_maps, model.config, **how)
@@ -1324,7 +1324,7 @@ def test_elitekv_numbers_of_parameters():
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
     model, tokens = tiny_model(), tiny_tokens(4, 40)
     before = [layer.attention for layer in model.layers]
-    tensors, facts = calibrate.fit_elitekv(model, tokens, None)
+    tensors, facts = calibrate.fit_elitekv(model, tokens)
     assert all(layer.attention is attention for layer, attention in zip(model.layers, before, strict=True))
     trials = {key: float(value) for key, value in facts.items() if key.startswith("perplexity_")}
     assert min(trials, key=trials.get) == f"perplexity_{int(tensors['r'])}_{int(tensors['d_ckv'])}"
@@ -1458,7 +1458,7 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 def test_loki_fit_is_a_centred_pca_of_each_head():
     model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
     model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
-    tensors, facts = calibrate.fit_loki(model, tokens, lambda: key_moments(model, tokens, "test"))
+    tensors, facts = calibrate.fit_loki(model, tokens)
     every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
     tables = rope_tables(model.config, 64, CPU)
     for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
@@ -1634,7 +1634,7 @@ def fdc_fit():
     engine.prefill([[i] for i in range(6)])
     written = decode_rows(engine, 47, lambda _: False).token_ids
     tokens = torch.tensor([[i, *ids] for i, ids in enumerate(written)])
-    return model, tokens, *calibrate.fit_fdc(model, tokens, None, 0.5)
+    return model, tokens, *calibrate.fit_fdc(model, tokens, 0.5)
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
@@ -4707,18 +4707,19 @@ def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monk
 def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     model = load_model(folder, CPU, torch.float32)
     tokens = torch.tensor(random_ids(400)).view(2, 200)
-    moments = key_moments(model, tokens, "test")
-    made, _ = fit_sals(model, tokens, lambda: moments, 1.0)
+    second = key_moments(model, tokens)["pre"].second[3]
+    made, _ = fit_sals(model, tokens, 1.0)
     put_artifact(folder, "sals", made, model)
     for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
         play_rank(monkeypatch, rank, 2)
         own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
         basis = own["3.key_basis"][:, :16].double()  # [32, 16]
-        truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
+        values, vectors = calibrate.eigen(second[heads, heads])
+        truth = vectors[:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
-        (values, _), kept = calibrate.eigen(moments["pre"].second[3, heads, heads]), own["key_eigenvalues"][3]
-        assert kept.shape == (32,) and error(kept[:8].double(), values[:8]) < 1e-3
+        kept = own["key_eigenvalues"][3].double()
+        assert kept.shape == (32,) and error(kept[:8], values[:8]) < 1e-3
 
 
 def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):
