@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -151,8 +151,8 @@ def writable_file(text: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- fitting
 
 
-def observe(model: Llama, tokens: Tensor, see: Callable) -> None:
-    """Runs tokens [B, S] and calls see(layer, cos, sin, q, k, v) with each layer's tensors before RoPE."""
+def observe(model: Llama, batches: Iterable[Tensor], see: Callable) -> None:
+    """Runs tokens [B, S] each, and calls see(layer, cos, sin, q, k, v) with each layer's before RoPE."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
 
@@ -160,7 +160,8 @@ def observe(model: Llama, tokens: Tensor, see: Callable) -> None:
         see(i, cos, sin, *qkv)
         return model.layers[i].attention.causal(cos, sin)(*qkv)
 
-    model(tokens.to(model.norm.weight.device), attend)
+    for tokens in batches:
+        model(tokens.to(model.norm.weight.device), attend)
 
 
 @torch.inference_mode()
@@ -204,8 +205,7 @@ def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
             new = rows.T @ rows, rows.sum(0), pairs
             sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
-    for window in tracked("keys", tokens):
-        observe(model, window[None], see)
+    observe(model, tracked("keys", tokens[:, None]), see)
     totals = {name: map(torch.stack, zip(*layers, strict=True)) for name, layers in sums.items()}
     return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
@@ -313,7 +313,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             bar.tick()
 
     bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
-    observe(model, tokens, see)
+    observe(model, [tokens], see)
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
@@ -360,8 +360,7 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
         x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
         grams[i] = grams[i] + x.transpose(1, 2) @ x
 
-    for window in tracked(label, tokens):
-        observe(model, window[None], see)
+    observe(model, tracked(label, tokens[:, None]), see)
     values, vectors = eigen(torch.stack(grams).cpu())
     return values.sqrt(), vectors
 
@@ -1107,13 +1106,12 @@ BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0",
 
 @dataclass
 class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 or sals:paper on the command line; with
-    @FOLDER after it, of that checkpoint instead of --checkpoint."""
+    """A method with its settings, written sals:rank=0.125,bits=2@FOLDER or sals:paper on the command line."""
 
     label: str
     method: str
     options: dict
-    folder: Path | None = None
+    folder: Path | None = None  # of a checkpoint, instead of --checkpoint
     weights: str | None = None  # "int8": then the label says so
     used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
     over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share

@@ -72,9 +72,8 @@ class Progress:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [B, V] -> ids [B] of the largest, the first of equal ones; in parts first, since a row of logits
-    would be one multiprocessor's."""
-    parts = 64
+    """logits [B, V] -> ids [B] of the largest, the first of equal ones."""
+    parts = 64  # a whole row of logits would be one multiprocessor's
     width = -(-logits.shape[-1] // parts)
     padded = F.pad(logits, (0, parts * width - logits.shape[-1]), value=-torch.inf)
     best, place = padded.unflatten(-1, (parts, width)).max(-1)

@@ -479,8 +479,7 @@ def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
 
 
 def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor goes: its name, and a view of a parameter (or of part of a fused one).
-    of: the name of a module, for its tensors alone."""
+    """Where each Hugging Face tensor of a module goes: its name, and a view of (a part of) a parameter."""
     names = HF_NAMES | (PHI3_NAMES if model.config.family == "phi3" else {})
     for path, parameter in model.get_submodule(of).named_parameters(of):
         layer, module, kind = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(\w+)", path).groups()
@@ -490,8 +489,7 @@ def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of a folder, with the tensors to read from each by the index (None: all).
-    Raises UserError where one is missing."""
+    """A folder's safetensors files, with the index's tensors (None: all). UserError if one is missing."""
     single, index, files = folder / "model.safetensors", folder / "model.safetensors.index.json", {}
     if index.is_file() and not single.is_file():
         with checked(index, "not a usable index"):
@@ -870,8 +868,7 @@ def tiktoken_json(content: bytes) -> tuple[dict, dict]:
 
 
 def sentencepiece_json(content: bytes, settings: dict) -> tuple[dict, dict]:
-    """A tokenizer.model that holds a BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json.
-    Raises ValueError or RuntimeError for other contents."""
+    """A sentencepiece BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json have it."""
     import tokenizers
     from sentencepiece import SentencePieceProcessor
 

@@ -297,7 +297,7 @@ def tiny_tokens(rows: int, length: int) -> torch.Tensor:
 def observed(model: Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """q, k, v before RoPE of each layer, [N, S, heads, D]."""
     seen = {}
-    calibrate.observe(model, tokens, lambda i, cos, sin, *qkv: seen.setdefault(i, []).append(qkv))
+    calibrate.observe(model, [tokens], lambda i, cos, sin, *qkv: seen.setdefault(i, []).append(qkv))
     return [tuple(map(torch.cat, zip(*seen[i], strict=True))) for i in range(len(seen))]
 
 
@@ -1030,8 +1030,7 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
 
 
 def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
-    """Eckart-Young: orthonormal columns, of which the r first lose of x [n, d] what no others do less.
-    values: the eigenvalues of its covariance."""
+    """Eckart-Young: orthonormal columns of which no r lose less of x [n, d]; values: its covariance's."""
     x, basis = x.double(), basis.double()
     assert error(basis.T @ basis, torch.eye(basis.shape[1])) < 1e-5
     spectrum = torch.linalg.svdvals(x).square()

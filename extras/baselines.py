@@ -459,8 +459,7 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
         sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))  # [Hkv, D]
 
     with torch.inference_mode():
-        for window in tracked("fit", tokens):
-            observe(model, window[None], see)
+        observe(model, tracked("fit", tokens[:, None]), see)
     importance = torch.stack(sums).cpu() / tokens.numel()
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
