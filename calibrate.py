@@ -121,11 +121,12 @@ def windows(tokenizer, files: list[Path], length: int, count: int, vocabulary: i
     return tokens
 
 
-def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer) -> Tensor:
-    """Windows of --text, or of what the standard library does not hold out, to fit on."""
-    files = text_files(args.text or STDLIB, None if args.text else False)
+def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
+    """A model, and windows of --text, or of what the standard library does not hold out, to fit it on."""
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
+    c, files = model.config, text_files(args.text or STDLIB, None if args.text else False)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return windows(tokenizer, files, longest, args.windows, c.vocab_size)
+    return model, windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
 def can_write(folder: Path) -> bool:
@@ -460,8 +461,7 @@ def run_fit(args: argparse.Namespace) -> None:
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
     if not can_write(folder := args.out or args.checkpoint):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
-    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer)
+    model, tokens = model_and_windows(args)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in filter(Path.is_file, args.checkpoint.iterdir()):
@@ -492,8 +492,7 @@ def run_ranks(args: argparse.Namespace) -> dict:
     deviation over the mean of the heads' largest singular values: of q and k after RoPE, and of W_V.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
-    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer)
+    model, tokens = model_and_windows(args)
     moments, bases = key_moments(model, tokens), fdc_bases(model, tokens, model.config.max_positions)
     figures = {"layer": [*range(model.config.n_layers)]}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
@@ -1402,7 +1401,7 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
     """Prompts of each text whose perplexity is measured, and tokens [B, n] that follow, by its name; and the
     text to hide facts in. With --generate what is to be "written" after all prompts, and after a chat's."""
     files = {"python": text_files(STDLIB, held=True)}
-    for path in args.text or []:
+    for path in args.text:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
@@ -1497,7 +1496,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
     p = command(commands, run_eval, model, row_options, result_options)
-    p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
+    p.option("--text", Path, [], "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")

@@ -799,8 +799,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
-    parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
-    parser.option("--ask", str, None, "a question after it, answered in a line; repeat it", action="append")
+    parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
+    parser.option("--ask", str, [], "a question after it, answered in a line; repeat it", action="append")
     parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
     parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
     parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
@@ -823,11 +823,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = ["variant", *(f.name for f in dataclasses.fields(method_named(args.method).settings))]
     args.options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    texts = [*(args.prompt or ()), *(args.ask or ()), args.system]
-    "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
+    "".join([*args.prompt, *args.ask, args.system]).encode()  # UnicodeError, as of files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
     batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
-    given, asked, rows = len(args.prompt or ""), len(args.ask or ""), args.batch_size
+    given, asked, rows = len(args.prompt), len(args.ask), args.batch_size
     few = rows and (rows < given or 1 < rows < asked) or asked and given > 1
     unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
     for wrong, fault in (
@@ -865,7 +864,7 @@ def first_reads(read: Callable[[], str]) -> str:
 
 def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
-    texts, asks, prompts, config = args.prompt or [], args.ask or [], [], llm.model.config
+    texts, asks, prompts, config = args.prompt, args.ask, [], llm.model.config
     if not texts and not args.load_cache:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
