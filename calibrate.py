@@ -129,24 +129,20 @@ def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
     return model, windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
-def can_write(folder: Path) -> bool:
-    """Can files be written into a folder, which may be new?"""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
-
-
 def writable_folder(text: str) -> Path:
     """Reads an option's folder for results. A fault is said now, not when the results are there."""
-    if not can_write(folder := Path(text)):
+    folder = Path(text)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"no file can be written into {folder}")
     return folder
 
 
 def writable_file(text: str) -> Path:
     """The same for one file."""
-    if (path := Path(text)).is_dir() or not can_write(path.parent):
+    if (path := Path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
-    return path
+    return writable_folder(path.parent) / path.name
 
 
 # ---------------------------------------------------------------------------------------------------- fitting
@@ -459,7 +455,8 @@ def run_fit(args: argparse.Namespace) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    if not can_write(folder := args.out or args.checkpoint):
+    folder = args.out or args.checkpoint
+    if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
     model, tokens = model_and_windows(args)
     if args.out:

@@ -64,8 +64,7 @@ class Progress:
         if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
-            done = f"{self.done:.0f}/{self.total:.0f}"
-            print(f"{self.label} {done}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{self.label} {self.done:.0f}/{self.total:.0f}, {left:.0f} s left", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------- sampling

@@ -702,9 +702,8 @@ class Tokenizer:
         text = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
         steps, self.space_once = json.loads(text), '"first"' in text
         later = json.loads(text, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
-        self.library = self.continuing = library(steps)
-        if later != steps:
-            self.continuing = library(later)
+        self.library = library(steps)
+        self.continuing = self.library if later == steps else library(later)
         vocab, lead = self.library.get_vocab(), self.library.encode("a")
         if any(vocab.get(name, token["id"]) != token["id"] for name, token in tokens.items()):
             raise ValueError("the ids of added tokens do not follow those of the vocabulary")
@@ -713,7 +712,7 @@ class Tokenizer:
         self.special_tokens = {name: vocab[name] for name in special}
         self.strips_before = {vocab[name] for name, token in special.items() if token["lstrip"]}
         self.strips_after = {vocab[name] for name, token in special.items() if token["rstrip"]}
-        self.unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
+        unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
         # The template of a tokenizer.json says what leads a text.
         self.bos_id = lead.ids[0] if lead.special_tokens_mask[:1] == [1] else None
         self.add_bos = bool(settings.get("add_bos_token", self.bos_id is not None))
@@ -725,7 +724,7 @@ class Tokenizer:
             self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
         self.vocab_size = max(vocab.values()) + 1
         # Ids that no text may become, with the characters to encode instead.
-        letters = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
+        letters = ((i, name * (i != unknown_id)) for name, i in self.special_tokens.items())
         self.spelled = {i: name for i, name in letters if name or i in {self.bos_id, *self.stop_ids}}
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
