@@ -440,11 +440,11 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])  # control groups 2 and 1
 def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, tmp_path):
-    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n", f"sys/fs/cgroup/{name}": "max\n"}
+    most = Path("sys/fs/cgroup") / name
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n"}
+    files[most.parent / "memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
     for limit, free in (("max", 2048), ("9999", 2048), ("130", 100)):
-        files[f"sys/fs/cgroup/{name}"] = f"{limit}\n"
-        files[f"{Path(f'sys/fs/cgroup/{name}').parent}/memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
-        for file, text in files.items():
+        for file, text in (files | {most: f"{limit}\n"}).items():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(text)
         assert model_file.free_memory(CPU, tmp_path) == free
@@ -4541,7 +4541,6 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "text_ids", read)
-    shutil.copy(NANO / "tokenizer.model", tmp_path)
     for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
         assert "read" in cli.refusal(line)
     files = [next(given for given in call.args if isinstance(given, list)) for call in read.call_args_list]
