@@ -1172,7 +1172,7 @@ class Candidate:
 def cost_shares(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
     settings = settings_from(method, options)
-    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
+    caches = generate.plan_caches(model, method, settings, artifact, capacity)
     dense = len(caches) * compress.dense_bytes(caches[0].context)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
     held = sum(cache.formula() for cache in caches)

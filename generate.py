@@ -369,16 +369,16 @@ def load(
     return model_file.load_model(source, *place, fold), model_file.load_tokenizer(source)
 
 
-def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> list[Cache]:
-    """The method's caches on the meta device: their bytes and their refusals, without their memory."""
+def plan_caches(model: Llama, method: str, settings, artifact: dict, capacity: int) -> list[Cache]:
+    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
+    return method_named(method).build(shadow, settings, Context(shadow, 1, capacity), artifact)
 
 
 def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
     """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
-    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
+    caches, device = plan_caches(model, method, settings, artifact, capacity), model.norm.weight.device
     needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
     return needs | {device.type: needs.get(device.type, 0) + sum(cache.formula() for cache in caches)}
 
