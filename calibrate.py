@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -121,38 +121,35 @@ def windows(tokenizer, files: list[Path], length: int, count: int, vocabulary: i
     return tokens
 
 
-def text_windows(args: argparse.Namespace, c: ModelConfig, tokenizer) -> Tensor:
-    """Windows of --text, or of what the standard library does not hold out, to fit on."""
-    files = text_files(args.text or STDLIB, None if args.text else False)
+def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
+    """A model, and windows of --text, or of what the standard library does not hold out, to fit it on."""
+    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
+    c, files = model.config, text_files(args.text or STDLIB, None if args.text else False)
     longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return windows(tokenizer, files, longest, args.windows, c.vocab_size)
-
-
-def can_write(folder: Path) -> bool:
-    """Can files be written into a folder, which may be new?"""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
+    return model, windows(tokenizer, files, longest, args.windows, c.vocab_size)
 
 
 def writable_folder(text: str) -> Path:
     """Reads an option's folder for results. A fault is said now, not when the results are there."""
-    if not can_write(folder := Path(text)):
+    folder = Path(text)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
         raise argparse.ArgumentTypeError(f"no file can be written into {folder}")
     return folder
 
 
 def writable_file(text: str) -> Path:
     """The same for one file."""
-    if (path := Path(text)).is_dir() or not can_write(path.parent):
+    if (path := Path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
-    return path
+    return writable_folder(path.parent) / path.name
 
 
 # ---------------------------------------------------------------------------------------------------- fitting
 
 
-def observe(model: Llama, tokens: Tensor, see: Callable) -> None:
-    """Runs tokens [B, S] and calls see(layer, cos, sin, q, k, v) with each layer's tensors before RoPE."""
+def observe(model: Llama, batches: Iterable[Tensor], see: Callable) -> None:
+    """Runs tokens [B, S] each, and calls see(layer, cos, sin, q, k, v) with each layer's before RoPE."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
 
@@ -160,7 +157,8 @@ def observe(model: Llama, tokens: Tensor, see: Callable) -> None:
         see(i, cos, sin, *qkv)
         return model.layers[i].attention.causal(cos, sin)(*qkv)
 
-    model(tokens.to(model.norm.weight.device), attend)
+    for tokens in batches:
+        model(tokens.to(model.norm.weight.device), attend)
 
 
 @torch.inference_mode()
@@ -189,8 +187,9 @@ class KeyMoments:
         return self.second - self.mean[:, :, None] * self.mean[:, None]
 
 
+@lru_cache(1)  # of several fits
 @torch.inference_mode()
-def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoments]:
+def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
 
@@ -203,13 +202,11 @@ def key_moments(model: Llama, tokens: Tensor, label: str) -> dict[str, KeyMoment
             new = rows.T @ rows, rows.sum(0), pairs
             sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
 
-    for window in tracked(label, tokens):
-        observe(model, window[None], see)
+    observe(model, tracked("keys", tokens[:, None]), see)
     totals = {name: map(torch.stack, zip(*layers, strict=True)) for name, layers in sums.items()}
     return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
 
 
-Moments = Callable[[], dict[str, KeyMoments]]  # key_moments, taken when a method asks for them
 Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
 
 
@@ -219,10 +216,10 @@ def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) -> Fitted:
+def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
     """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
     the covariance of S k, where S is the queries' rms in each pair that RoPE rotates ("query": ours)."""
-    c, keys = model.config, moments()["pre"]
+    c, keys = model.config, key_moments(model, tokens)["pre"]
     scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
     scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
@@ -240,14 +237,14 @@ def fit_sals(model: Llama, tokens: Tensor, moments: Moments, max_rank: float) ->
     return tensors, facts
 
 
-def fit_loki(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
+def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
     """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
     Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
     bar = Progress("trial", 2 * ends.shape[1])
     for name in ("pre", "post"):
-        blocks = moments()[name].covariance().unflatten(2, heads).unflatten(1, heads)
+        blocks = key_moments(model, tokens)[name].covariance().unflatten(2, heads).unflatten(1, heads)
         own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
         values, vectors = eigen(own)
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
@@ -276,10 +273,9 @@ def rope_deltas(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tenso
 
 
 def ropelite(deltas: Tensor) -> Tensor:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs in order [D/2].
+    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs, best first [D/2].
 
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference. The
-    first r picks are the elite set of any r."""
+    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference."""
     rest, left, order = deltas.sum(0), list(range(len(deltas))), []
     while left:
         losses = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
@@ -314,7 +310,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
             bar.tick()
 
     bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
-    observe(model, tokens, see)
+    observe(model, [tokens], see)
     return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
 
 
@@ -332,7 +328,7 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
     return found
 
 
-def fit_elitekv(model: Llama, tokens: Tensor, moments: Moments) -> Fitted:
+def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows without uptraining (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
@@ -361,13 +357,12 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
         x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
         grams[i] = grams[i] + x.transpose(1, 2) @ x
 
-    for window in tracked(label, tokens):
-        observe(model, window[None], see)
+    observe(model, tracked(label, tokens[:, None]), see)
     values, vectors = eigen(torch.stack(grams).cpu())
     return values.sqrt(), vectors
 
 
-def fit_fdc(model: Llama, tokens: Tensor, moments: Moments, accuracy=0.99, positions=None) -> Fitted:
+def fit_fdc(model: Llama, tokens: Tensor, accuracy=0.99, positions=None) -> Fitted:
     """R of each KV head from random tokens (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2)."""
     positions = min(positions or model.config.max_positions, model.config.max_positions)
     shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
@@ -460,10 +455,10 @@ def run_fit(args: argparse.Namespace) -> None:
 
         python calibrate.py fit --checkpoint FOLDER --method sals
         python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
-    if not can_write(folder := args.out or args.checkpoint):
+    folder = args.out or args.checkpoint
+    if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
-    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer)
+    model, tokens = model_and_windows(args)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         for file in filter(Path.is_file, args.checkpoint.iterdir()):
@@ -471,13 +466,12 @@ def run_fit(args: argparse.Namespace) -> None:
                 (args.out / file.name).symlink_to(file.resolve())
     source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
     source |= compress.model_identity(model)
-    moments = lru_cache(None)(lambda: key_moments(model, tokens, "fit"))
     options = {"sals": {"max_rank": args.max_rank}}
     options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
     for name, fit in args.fits.items():
         path = compress.artifact_path(folder, name)
         try:
-            tensors, facts = resolve_name(fit)(model, tokens, moments, **options.get(name, {}))
+            tensors, facts = resolve_name(fit)(model, tokens, **options.get(name, {}))
         except UserError as error:
             if len(args.fits) == 1:
                 raise
@@ -495,9 +489,8 @@ def run_ranks(args: argparse.Namespace) -> dict:
     deviation over the mean of the heads' largest singular values: of q and k after RoPE, and of W_V.
 
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
-    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    tokens = text_windows(args, model.config, tokenizer)
-    moments, bases = key_moments(model, tokens, "ranks"), fdc_bases(model, tokens, model.config.max_positions)
+    model, tokens = model_and_windows(args)
+    moments, bases = key_moments(model, tokens), fdc_bases(model, tokens, model.config.max_positions)
     figures = {"layer": [*range(model.config.n_layers)]}
     print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
     for name, of_keys in moments.items():
@@ -640,8 +633,7 @@ def deferred_interrupts() -> Iterator[list]:
     stops = []
 
     def defer(number: int, _) -> None:
-        if stops:
-            raise KeyboardInterrupt
+        signal.signal(number, before[number])
         stops.append(number)
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
@@ -730,7 +722,7 @@ def run_train(args: argparse.Namespace) -> None:
         raise UserError("--method and --distill are for uptraining; give the checkpoint with --from FOLDER")
     stages = [Stage.parse(text) for text in args.stages]
     paths, shares = zip(*args.text, strict=True)
-    device, dtype = generate.device_and_dtype(args.device, args.dtype)
+    device, dtype = generate.device_and_dtype(args.device)
     files = [text_files(path, held=False) for path in paths]
     model, tokenizer = uptraining_model(args, device, files) if args.source else (Llama(NANO), None)
     generate.check_capacity(max(stage.length for stage in stages), model.config, "--stages")
@@ -752,8 +744,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def uptraining_model(args: argparse.Namespace, device: torch.device, files: list[list[Path]]) -> tuple:
-    """The model of --from in EliteKV's form, ready to train in fp32, and its tokenizer. The factors keep most
-    of what the layers compute on the files of each text."""
+    """The model of --from in EliteKV's form, to train in fp32, and its tokenizer. files: of each text."""
     if not args.source.is_dir() or args.out.resolve() == args.source.resolve():
         raise UserError(f"--from {args.source}: give the folder of a checkpoint, and another one as --out")
     candidate = Candidate.parse(args.method or "elitekv")
@@ -871,11 +862,7 @@ def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, 
     """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
     side = max(2, math.ceil(math.sqrt(1.5 * n)))
     pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return numbered(rng, rng.sample(pairs, n), each)
-
-
-def numbered(rng: random.Random, keys: list, each: int = 1) -> list[tuple]:
-    return [(key, str(rng.randrange(10000, 100000))) for key in keys for _ in range(each)]
+    return [(key, str(rng.randrange(10000, 100000))) for key in rng.sample(pairs, n) for _ in range(each)]
 
 
 WORDS = "The magic number for {} is", "What is the magic number for {}?"
@@ -925,7 +912,7 @@ def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> l
     """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
     n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
     names = rng.sample(NAMES, 5 * n_chains)
-    chains = numbered(rng, [names[i::n_chains] for i in range(n_chains)])
+    chains = [(names[i::n_chains], str(rng.randrange(10000, 100000))) for i in range(n_chains)]
     facts = []
     for chain, value in chains:
         facts += [f"\nStore {value} in {chain[0]}.\n"]
@@ -1115,13 +1102,12 @@ BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0",
 
 @dataclass
 class Candidate:
-    """A method with its settings, written sals:rank=0.125,bits=2 or sals:paper on the command line; with
-    @FOLDER after it, of that checkpoint instead of --checkpoint."""
+    """A method with its settings, written sals:rank=0.125,bits=2@FOLDER or sals:paper on the command line."""
 
     label: str
     method: str
     options: dict
-    folder: Path | None = None
+    folder: Path | None = None  # of a checkpoint, instead of --checkpoint
     weights: str | None = None  # "int8": then the label says so
     used: dict[int, dict] = field(default_factory=dict)  # the options of each capacity, once equalised
     over: set[str] = field(default_factory=set)  # costs that no setting brought down to their share
@@ -1168,17 +1154,11 @@ class Candidate:
         return load(*where, self.weights, self.method, self.used.get(capacity, self.options))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. Raises UserError where the method cannot be built, or a cache of rows[capacity] rows
-        would not fit the memory."""
+        """The artifact. UserError where no cache of rows[capacity] rows can be built, or fits the memory."""
         method = method_named(self.method)
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}
-
-        def costs(options: dict, capacity: int) -> dict[str, float]:
-            settings = settings_from(self.method, options)
-            caches = generate.plan_caches(model, self.method, settings, artifact, 1, capacity)
-            return cost_shares(settings, caches)
-
+        costs = partial(cost_shares, model, self.method, artifact)
         for capacity in sorted(rows):
             if capacity not in self.used:
                 self.used[capacity] = equal_options(method.settings, self.options, shares, costs, capacity)
@@ -1189,9 +1169,11 @@ class Candidate:
         return artifact
 
 
-def cost_shares(settings: object, caches: list[Cache]) -> dict[str, float]:
+def cost_shares(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
-    capacity, dense = caches[0].context.capacity, len(caches) * compress.dense_bytes(caches[0].context)
+    settings = settings_from(method, options)
+    caches = generate.plan_caches(model, method, settings, artifact, capacity)
+    dense = len(caches) * compress.dense_bytes(caches[0].context)
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
     held = sum(cache.formula() for cache in caches)
     return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
@@ -1416,7 +1398,7 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
     """Prompts of each text whose perplexity is measured, and tokens [B, n] that follow, by its name; and the
     text to hide facts in. With --generate what is to be "written" after all prompts, and after a chat's."""
     files = {"python": text_files(STDLIB, held=True)}
-    for path in args.text or []:
+    for path in args.text:
         if path.stem in files:
             raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
         files[path.stem] = text_files(path)
@@ -1472,7 +1454,7 @@ def command(commands, run: Callable, *add_options: Callable[[Parser], None]) -> 
     text = inspect.cleandoc(run.__doc__)
     name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
     parser = commands.add_parser(name, help=about, description=text)
-    parser.set_defaults(run=run, dtype="auto")  # where there is no --dtype
+    parser.set_defaults(run=run)
     for add in add_options:
         add(parser)
     return parser
@@ -1511,7 +1493,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
     p = command(commands, run_eval, model, row_options, result_options)
-    p.option("--text", Path, None, "more text for perplexity; repeat it", action="append")
+    p.option("--text", Path, [], "more text for perplexity; repeat it", action="append")
     p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
     p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
     p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")

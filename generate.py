@@ -64,17 +64,15 @@ class Progress:
         if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
-            done = f"{self.done:.0f}/{self.total:.0f}"
-            print(f"{self.label} {done}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(f"{self.label} {self.done:.0f}/{self.total:.0f}, {left:.0f} s left", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------- sampling
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [B, V] -> ids [B] of the largest, the first of equal ones; in parts first, since a row of logits
-    would be one multiprocessor's."""
-    parts = 64
+    """logits [B, V] -> ids [B] of the largest, the first of equal ones."""
+    parts = 64  # a whole row of logits would be one multiprocessor's
     width = -(-logits.shape[-1] // parts)
     padded = F.pad(logits, (0, parts * width - logits.shape[-1]), value=-torch.inf)
     best, place = padded.unflatten(-1, (parts, width)).max(-1)
@@ -312,11 +310,10 @@ def render_chat(template: str, **variables) -> str:
 
 
 def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt for the next answer, by the model's own template. What a message says never
-    becomes a control token.
+    """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
+    What a message says never becomes a control token.
 
-    chat: dicts with role and content: maybe system first, user and assistant in turn, user last. Raises
-    UserError where there is no template."""
+    chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
     special, template = tokenizer.special_tokens, tokenizer.chat_template
     if not template:
         raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
@@ -360,8 +357,7 @@ def load(
 ) -> tuple[Llama, object]:  # fmt: skip
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
-    weights: None for the dtype's, or "int8": a method is folded into a layer before that is quantised, and
-    the model serves no other one."""
+    weights: None for the dtype's, or "int8", after which the model serves this method alone."""
     artifact, fold_all = lru_cache(partial(artifact_for, source, method)), method_named(method).fold_all
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
@@ -373,16 +369,16 @@ def load(
     return model_file.load_model(source, *place, fold), model_file.load_tokenizer(source)
 
 
-def plan_caches(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> list[Cache]:
-    """The method's caches on the meta device: their bytes and their refusals, without their memory."""
+def plan_caches(model: Llama, method: str, settings, artifact: dict, capacity: int) -> list[Cache]:
+    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return method_named(method).build(shadow, settings, Context(shadow, rows, capacity), artifact)
+    return method_named(method).build(shadow, settings, Context(shadow, 1, capacity), artifact)
 
 
 def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
     """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
-    caches, device = plan_caches(model, method, settings, artifact, 1, capacity), model.norm.weight.device
+    caches, device = plan_caches(model, method, settings, artifact, capacity), model.norm.weight.device
     needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
     return needs | {device.type: needs.get(device.type, 0) + sum(cache.formula() for cache in caches)}
 
@@ -474,8 +470,7 @@ class LLM:
 
     def open(self, rows: int, need: int = 0) -> "LLM":
         """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
-        where no context was given. UserError where settings, artifact, model and memory do not fit one
-        another, before anything is built."""
+        where no context was given. UserError, before anything is built, where something does not fit."""
         model, c, settings = self.model, self.model.config, self.settings
         shortest = min(4096, c.max_positions, c.sliding_window or 4096)
         capacity = self.capacity or max(need, shortest)
@@ -505,9 +500,8 @@ class LLM:
         return encode_chat(self.tokenizer, prompt) if is_chat else [*after, *prompt]
 
     def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
-        """Reads a prompt a row, of the first rows if there are fewer. Where each begins with all that its row
-        holds, only what is new is read. follow: prompts are what comes after that. UserError where one, and
-        max_new_tokens, do not fit."""
+        """Reads a prompt a row, of the first rows if there are fewer; where each begins with all that its row
+        holds, only what is new. follow: the prompts come after that. UserError where they do not fit."""
         ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
         need = check_lengths(ids, max_new_tokens, self.capacity, self.model.config)
         engine = self.engine or self.open(self.batch_size or len(ids), need).engine
@@ -804,8 +798,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
-    parser.option("--prompt", str, None, about, action="append", metavar="TEXT|@FILE|-|N")
-    parser.option("--ask", str, None, "a question after it, answered in a line; repeat it", action="append")
+    parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
+    parser.option("--ask", str, [], "a question after it, answered in a line; repeat it", action="append")
     parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
     parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
     parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
@@ -828,11 +822,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = ["variant", *(f.name for f in dataclasses.fields(method_named(args.method).settings))]
     args.options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    texts = [*(args.prompt or ()), *(args.ask or ()), args.system]
-    "".join(texts).encode()  # raises UnicodeError, as what reads files and stdin
+    "".join([*args.prompt, *args.ask, args.system]).encode()  # UnicodeError, as of files and stdin
     numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
     batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
-    given, asked, rows = len(args.prompt or ""), len(args.ask or ""), args.batch_size
+    given, asked, rows = len(args.prompt), len(args.ask), args.batch_size
     few = rows and (rows < given or 1 < rows < asked) or asked and given > 1
     unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
     for wrong, fault in (
@@ -870,7 +863,7 @@ def first_reads(read: Callable[[], str]) -> str:
 
 def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
-    texts, asks, prompts, config = args.prompt or [], args.ask or [], [], llm.model.config
+    texts, asks, prompts, config = args.prompt, args.ask, [], llm.model.config
     if not texts and not args.load_cache:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():

@@ -213,9 +213,7 @@ class ModelConfig:
             raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
         if self.n_heads % n or self.ffn_dim % n or self.n_kv_heads % n and n % self.n_kv_heads:
             shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            raise UserError(
-                f"{n} ranks cannot evenly share {shapes}; use a --nproc_per_node that divides them"
-            )
+            raise UserError(f"{n} ranks cannot evenly share {shapes}; use another --nproc_per_node")
         heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
         return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
 
@@ -436,8 +434,7 @@ class Llama(nn.Module):
 
     def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
-        Layer by layer over all of them: one layer's full K and V exist at a time, never all. tick is called
-        after each layer."""
+        Layer by layer, so that one layer's full K and V exist at a time; tick is called after each."""
         x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
@@ -482,8 +479,7 @@ def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
 
 
 def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor goes: its name, and a view of a parameter (or of part of a fused one).
-    of: the name of a module, for its tensors alone."""
+    """Where each Hugging Face tensor of a module goes: its name, and a view of (a part of) a parameter."""
     names = HF_NAMES | (PHI3_NAMES if model.config.family == "phi3" else {})
     for path, parameter in model.get_submodule(of).named_parameters(of):
         layer, module, kind = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(\w+)", path).groups()
@@ -493,8 +489,7 @@ def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The safetensors files of a folder, with the tensors to read from each by the index (None: all).
-    Raises UserError where one is missing."""
+    """A folder's safetensors files, with the index's tensors (None: all). UserError if one is missing."""
     single, index, files = folder / "model.safetensors", folder / "model.safetensors.index.json", {}
     if index.is_file() and not single.is_file():
         with checked(index, "not a usable index"):
@@ -707,9 +702,8 @@ class Tokenizer:
         text = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
         steps, self.space_once = json.loads(text), '"first"' in text
         later = json.loads(text, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
-        self.library = self.continuing = library(steps)
-        if later != steps:
-            self.continuing = library(later)
+        self.library = library(steps)
+        self.continuing = self.library if later == steps else library(later)
         vocab, lead = self.library.get_vocab(), self.library.encode("a")
         if any(vocab.get(name, token["id"]) != token["id"] for name, token in tokens.items()):
             raise ValueError("the ids of added tokens do not follow those of the vocabulary")
@@ -718,7 +712,7 @@ class Tokenizer:
         self.special_tokens = {name: vocab[name] for name in special}
         self.strips_before = {vocab[name] for name, token in special.items() if token["lstrip"]}
         self.strips_after = {vocab[name] for name, token in special.items() if token["rstrip"]}
-        self.unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
+        unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
         # The template of a tokenizer.json says what leads a text.
         self.bos_id = lead.ids[0] if lead.special_tokens_mask[:1] == [1] else None
         self.add_bos = bool(settings.get("add_bos_token", self.bos_id is not None))
@@ -730,7 +724,7 @@ class Tokenizer:
             self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
         self.vocab_size = max(vocab.values()) + 1
         # Ids that no text may become, with the characters to encode instead.
-        letters = ((i, name * (i != self.unknown_id)) for name, i in self.special_tokens.items())
+        letters = ((i, name * (i != unknown_id)) for name, i in self.special_tokens.items())
         self.spelled = {i: name for i, name in letters if name or i in {self.bos_id, *self.stop_ids}}
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
@@ -873,8 +867,7 @@ def tiktoken_json(content: bytes) -> tuple[dict, dict]:
 
 
 def sentencepiece_json(content: bytes, settings: dict) -> tuple[dict, dict]:
-    """A tokenizer.model that holds a BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json.
-    Raises ValueError or RuntimeError for other contents."""
+    """A sentencepiece BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json have it."""
     import tokenizers
     from sentencepiece import SentencePieceProcessor
 

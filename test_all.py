@@ -191,9 +191,7 @@ class ExactStore(compress.TokenStore):
         super().__init__(context, heads, tokens, width, by_token)
 
 
-def make_engine(
-    model: Llama, method: str, rows: int, capacity: int, artifact=None, kernel=None, **options
-) -> Engine:
+def make_engine(model, method, rows: int, capacity: int, artifact=None, kernel=None, **options) -> Engine:
     """By default with an artifact_of the model. options: a method's, compiled, graphed, exact_values and
     block, of SALS's scores, which is short in short caches."""
     context, artifact = Context(model, rows, capacity, kernel), artifact or artifact_of(method, model)
@@ -206,18 +204,14 @@ def make_engine(
     return Engine(model, caches, context, Sampling(), **how)
 
 
-def fitted_engine(
-    folder: Path, method: str, rows: int, capacity: int, device="cpu", dtype=torch.float32, **options
-) -> Engine:
+def fitted_engine(folder, method, rows, capacity, device="cpu", dtype=torch.float32, **options) -> Engine:
     """An engine with the model and the artifact of a folder."""
     model = load_model(folder, torch.device(device), dtype)
     artifact = load_artifact(folder, method, model)
     return make_engine(model, method, rows, capacity, artifact, **options)
 
 
-def logits_through(
-    engine: Engine, prompts: list[list[int]], continuation: list[list[int]], parts: int = 1
-) -> torch.Tensor:
+def logits_through(engine: Engine, prompts: list, continuation: list, parts: int = 1) -> torch.Tensor:
     """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row). The
     prompts are read in so many parts, of which some rows' later ones may be empty."""
     cuts = [range(0, len(p), -(-len(p) // parts)) for p in prompts]
@@ -303,7 +297,7 @@ def tiny_tokens(rows: int, length: int) -> torch.Tensor:
 def observed(model: Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """q, k, v before RoPE of each layer, [N, S, heads, D]."""
     seen = {}
-    calibrate.observe(model, tokens, lambda i, cos, sin, *qkv: seen.setdefault(i, []).append(qkv))
+    calibrate.observe(model, [tokens], lambda i, cos, sin, *qkv: seen.setdefault(i, []).append(qkv))
     return [tuple(map(torch.cat, zip(*seen[i], strict=True))) for i in range(len(seen))]
 
 
@@ -446,11 +440,11 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])  # control groups 2 and 1
 def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, tmp_path):
-    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n", f"sys/fs/cgroup/{name}": "max\n"}
+    most = Path("sys/fs/cgroup") / name
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n"}
+    files[most.parent / "memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
     for limit, free in (("max", 2048), ("9999", 2048), ("130", 100)):
-        files[f"sys/fs/cgroup/{name}"] = f"{limit}\n"
-        files[f"{Path(f'sys/fs/cgroup/{name}').parent}/memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
-        for file, text in files.items():
+        for file, text in (files | {most: f"{limit}\n"}).items():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text(text)
         assert model_file.free_memory(CPU, tmp_path) == free
@@ -481,8 +475,7 @@ def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 4, 8])
 @over("method, options", lambda tests: tests.EVERYTHING)
 def test_full_rank_and_budget_is_dense(method, options, group):
-    """Ragged rows, read in one to three parts and decoded: shorter than any rank or window, long, and of one
-    token repeated, whose keys have rank 1."""
+    """Ragged rows, read in parts and decoded: shorter than any rank or window, long, of keys of rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
     changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
@@ -505,8 +498,7 @@ def test_half_precision_is_near_dense(method, options):
 
 @over("method, options", lambda tests: tests.CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
-    """Alone in a cache that has held a longer prompt before, of which nothing may be left. Eight steps take
-    rows beyond a window of 8 and a block of 32."""
+    """Alone in a cache that held a longer prompt before. Steps go beyond a window of 8 and a block of 32."""
     # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
     # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
     prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8)))
@@ -580,8 +572,7 @@ def forms(tests) -> list:
 
 @over("method, options", forms)
 def test_compiled_decode_equals_eager(method, options):
-    """Where a compiler errs first: G = 1, ragged rows, a capacity that nothing divides. The second step reads
-    what the first one wrote."""
+    """Where a compiler errs first: G = 1, ragged rows, an odd capacity. A step reads what one has written."""
     model, lengths, logits = functools.partial(tiny_model, n_layers=1, group=1), (2, 31, 97), []
     prompts, more = ([random_ids(m, i + m) for m in n] for i, n in ((0, lengths), (9, (2, 2, 2))))
     for compiled in (False, True):
@@ -1047,8 +1038,7 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
 
 
 def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
-    """Eckart-Young: orthonormal columns, of which the r first lose of x [n, d] what no others do less.
-    values: the eigenvalues of its covariance."""
+    """Eckart-Young: orthonormal columns of which no r lose less of x [n, d]; values: its covariance's."""
     x, basis = x.double(), basis.double()
     assert error(basis.T @ basis, torch.eye(basis.shape[1])) < 1e-5
     spectrum = torch.linalg.svdvals(x).square()
@@ -1070,7 +1060,7 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
     for layer in model.layers:  # queries that need some pairs more than others, and one not at all
         dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
         layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
-    tensors, _ = fit_sals(model, tokens, lambda: key_moments(model, tokens, "test"), 1.0)
+    tensors, _ = fit_sals(model, tokens, 1.0)
     for i, (q, k, _) in enumerate(observed(model, tokens)):
         how = {"artifact": tensors, "i": i, "device": CPU}
         sals_maps = functools.partial(compress.sals_layer_maps, model.config, **how)
@@ -1341,7 +1331,7 @@ def test_elitekv_numbers_of_parameters():
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
     model, tokens = tiny_model(), tiny_tokens(4, 40)
     before = [layer.attention for layer in model.layers]
-    tensors, facts = calibrate.fit_elitekv(model, tokens, None)
+    tensors, facts = calibrate.fit_elitekv(model, tokens)
     assert all(layer.attention is attention for layer, attention in zip(model.layers, before, strict=True))
     trials = {key: float(value) for key, value in facts.items() if key.startswith("perplexity_")}
     assert min(trials, key=trials.get) == f"perplexity_{int(tensors['r'])}_{int(tensors['d_ckv'])}"
@@ -1475,7 +1465,7 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 def test_loki_fit_is_a_centred_pca_of_each_head():
     model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
     model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
-    tensors, facts = calibrate.fit_loki(model, tokens, lambda: key_moments(model, tokens, "test"))
+    tensors, facts = calibrate.fit_loki(model, tokens)
     every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
     tables = rope_tables(model.config, 64, CPU)
     for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
@@ -1651,12 +1641,11 @@ def fdc_fit():
     engine.prefill([[i] for i in range(6)])
     written = decode_rows(engine, 47, lambda _: False).token_ids
     tokens = torch.tensor([[i, *ids] for i, ids in enumerate(written)])
-    return model, tokens, *calibrate.fit_fdc(model, tokens, None, 0.5)
+    return model, tokens, *calibrate.fit_fdc(model, tokens, 0.5)
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: FDC's claim that R belongs to the model. The values'
-    is the SVD of the weights."""
+    """Of unseen random tokens, up to the last position: R belongs to the model. The values' is of weights."""
     model, _, tensors, _ = fdc_fit
     places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
     rope = [t[places] for t in rope_tables(model.config, 512, CPU)]
@@ -1749,11 +1738,9 @@ def test_greedy_top_k_and_top_p():
 
 
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
-    model = tiny_model()
-    context = Context(model, 2, 1)
     for name in ("Stream", "current_stream", "CUDAGraph", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    engine = Engine(model, [DenseCache(context) for _ in model.layers], context, Sampling(), graphed=True)
+    engine = make_engine(tiny_model(), "dense", 2, 1, graphed=True)
     assert engine.pos.tolist() == engine.tokens.tolist() == [0, 0]
 
 
@@ -2207,8 +2194,7 @@ TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nS
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model whose texts get a space at the start or after each token, and of a byte-level
-    BPE; with up to three questions."""
+    """Of a sentencepiece model that puts a space first, or after each token, and of a byte-level BPE."""
     names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
@@ -2320,8 +2306,7 @@ def positions(*pos):
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """What the wrappers allocate is NaN (or -7), so that a forgotten element is seen; beyond its
-    end lies a strip that must stay as it was."""
+    """What wrappers allocate is NaN (or -7), to show a forgotten element; a strip behind stays as it was."""
     strips, empty = [], torch.empty
 
     def poisoned(*sizes, dtype, device):
@@ -3227,7 +3212,7 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("channels", {"keys": other(0, lambda x: x[..., :4])}, "2 or 4 bits, not"),
     ("channels", {"index": lambda _: positions(1, 2).view(1, 2)}, "of channels all tokens are attended"),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
-    ("append", {"latent": lambda x: x.mT.contiguous().mT}, "row of latent must be contiguous"),
+    ("append", {"latent": turned}, "row of latent must be contiguous"),
     ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
     ("append", {"scale": lambda x: x.float()}, "scale must be torch.float16"),
     ("block_queries", {"basis": lambda x: x[:17]}, "q, rotations and basis do not fit"),
@@ -3408,18 +3393,13 @@ def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
     method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
     before = [p.clone() for p in teacher.parameters()]
     tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 128, 1)], 1)[0]
-
-    def kl() -> float:
-        log_p, log_q = (each.output(each(tokens[:, :-1])).log_softmax(-1) for each in (model, teacher))
-        return (log_q.exp() * (log_q - log_p)).sum(-1).mean().item()
-
-    at_first = kl()
-    late, early = (calibrate.training_loss(model, tokens, weights, teacher, 1.0, on) for on in (False, True))
+    distance = functools.partial(calibrate.training_loss, model, tokens, weights, teacher, 1.0)
+    kl, early = distance(), distance(layers=True)
     heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
     errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
-    assert abs(late / at_first - 1) < 1e-3 and abs((early - late) / np.mean(errors) - 1) < 1e-3
+    assert abs((early - kl) / np.mean(errors) - 1) < 1e-3
     given = (nano_haystack, [Stage(4, 64, 30)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
-    assert train(model.requires_grad_(True), *given) and kl() < 0.7 * at_first
+    assert train(model.requires_grad_(True), *given) and distance() < 0.7 * kl
     assert all(map(torch.equal, before, teacher.parameters()))
 
 
@@ -3476,9 +3456,8 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
     values[:, :, 0], values[:, 3, :8] = 1.0, 1.0
     artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
-    settings = compress.LokiSettings(explained=0.9)
-    caches = method_named("loki").build(model, settings, Context(model, 1, 20), artifact)
-    assert [cache.d for cache in caches] == [3] * 4
+    engine = make_engine(model, "loki", 1, 20, artifact, explained=0.9)
+    assert [cache.d for cache in engine.caches] == [3] * 4
     assert [compress.rank_at(torch.tensor([2.0, 1, 1]), share) for share in (0.5, 0.51, 0.75)] == [1, 2, 2]
 
 
@@ -3519,8 +3498,7 @@ WATCHED = [
 @pytest.mark.parametrize("group", [1, 4, 8])
 @over("method, options", lambda tests: tests.WATCHED)
 def test_watched_figures_equal_a_plain_count(method, options, group):
-    """One step of two ragged rows, token sets and sums in plain Python against what Watched reports. To watch
-    changes neither logits nor the ledger."""
+    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the ledger."""
     seen, prompts = [], [random_ids(47), random_ids(23, 1)]
     engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
     engines[1].caches = [calibrate.Watched(cache) for cache in engines[1].caches]
@@ -3550,15 +3528,9 @@ def knobs_of(method: str, aim: str) -> list[str]:
     return [f.name for f in fields if aim in f.metadata["sets"].split()]
 
 
-def costs_of(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
-    settings = method_named(method).settings(**options)
-    caches = generate.plan_caches(model, method, settings, artifact, 1, capacity)
-    return calibrate.cost_shares(settings, caches)
-
-
 def equalised(model: Llama, method: str, shares: dict, capacity: int, **options) -> dict:
     settings = method_named(method).settings
-    costs = functools.partial(costs_of, model, method, artifact_of(method, model))
+    costs = functools.partial(calibrate.cost_shares, model, method, artifact_of(method, model))
     return calibrate.equal_options(settings, options, shares, costs, capacity)
 
 
@@ -3573,7 +3545,7 @@ def test_equal_cost_is_the_most_within_the_share(method, aim, share):
     choices = settings.__dataclass_fields__[name].metadata["choices"]
     if choices and value == max(choices):
         return
-    costs = functools.partial(costs_of, model, method, artifact_of(method, model), capacity=300)
+    costs = functools.partial(calibrate.cost_shares, model, method, artifact_of(method, model), capacity=300)
     assert 0.8 * share < costs(options)[aim] <= share
     # A hundredth more of the knob, or one step more, would be above it.
     step = max(0.01, value * 0.02) if isinstance(value, float) else 2
@@ -3708,7 +3680,6 @@ def tiny_checkpoint(folder: Path, tests=sys.modules[__name__], **changes) -> Pat
     """A folder with a random model that nano's tokenizer fits, calibrated for every method of `tests`."""
     model = tiny_model(vocab_size=4096, tied=True, **changes)
     save_checkpoint(model, folder)
-    edit_json(folder / "config.json", attention_bias=model.config.out_bias, mlp_bias=model.config.mlp_bias)
     shutil.copy(NANO / "tokenizer.model", folder)
     model = load_model(folder, CPU, torch.float32)
     for method in fitted(tests):
@@ -4129,9 +4100,7 @@ def test_help_names_every_method_and_setting(method, cli):
 
 
 @pytest.mark.parametrize("chat", ["", "--chat"])
-def test_a_conversation_is_one_prompt_of_its_turns_and_goes_on_where_it_was_saved(
-    chat, cli, folder, tmp_path
-):
+def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(chat, cli, folder, tmp_path):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     talk, file = f"generate --interactive {chat} --max_new_tokens 12 --context 80", tmp_path / "cache"
     _, whole, err = cli(talk, stdin="hello\nhow are you\n")
@@ -4172,9 +4141,8 @@ def test_a_full_chat_forgets_its_oldest_turns(chat, cli, folder, monkeypatch):
     assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(chat)
     assert len(last) + 12 <= 100
     assert cli(line, stdin="long " * 200)[0] == 2 and "raise --context" in cli.err
-    assert "100 (its sliding window); shorten --context" in cli.refusal(
-        "generate --interactive --context 101"
-    )
+    told = cli.refusal("generate --interactive --context 101")
+    assert "100 (its sliding window); shorten --context" in told
 
 
 @pytest.mark.parametrize("method", ["dense", "sals"])
@@ -4593,7 +4561,6 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "text_ids", read)
-    shutil.copy(NANO / "tokenizer.model", tmp_path)
     for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
         assert "read" in cli.refusal(line)
     files = [next(given for given in call.args if isinstance(given, list)) for call in read.call_args_list]
@@ -4637,8 +4604,7 @@ RANKED = [("dense", {}), ("fdc", {}), *(case for case in CASES if case[0] not in
 
 
 def ranked(folder: Path, tests) -> dict[str, tuple]:
-    """Of each case: teacher-forced logits of two rows of unlike lengths, the greedy tokens that follow, the
-    cache's bytes, and how many weights there are."""
+    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of weights."""
     found = {}
     cases = [("four", case) for case in tests.RANKED + tests.JOINT] + [("two", tests.RANKED[0])]
     for name, (method, options) in cases:
@@ -4721,7 +4687,6 @@ def play_rank(monkeypatch, rank: int, n: int) -> None:
 @pytest.mark.parametrize("n, int8", [(2, False), (4, False), (8, False), (2, True)])  # of 4 KV heads
 def test_shares_of_a_layer_sum_to_the_layer(family, n, int8, tmp_path, monkeypatch):
     save_checkpoint(tiny_model(family=family), tmp_path)
-    edit_json(tmp_path / "config.json", model_type=family)
     x = torch.randn(1, 20, 48)
 
     def parts() -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -4754,25 +4719,25 @@ def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monk
     assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
     assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
     assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
-    artifact = compress.random_artifact("sals", first.config)
-    assert method_named("sals").build(first, compress.SalsSettings(), Context(first, 1, 64), artifact)
+    assert make_engine(first, "sals", 1, 64, compress.random_artifact("sals", first.config))
 
 
 def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
     model = load_model(folder, CPU, torch.float32)
     tokens = torch.tensor(random_ids(400)).view(2, 200)
-    moments = key_moments(model, tokens, "test")
-    made, _ = fit_sals(model, tokens, lambda: moments, 1.0)
+    second = key_moments(model, tokens)["pre"].second[3]
+    made, _ = fit_sals(model, tokens, 1.0)
     put_artifact(folder, "sals", made, model)
     for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
         play_rank(monkeypatch, rank, 2)
         own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
         basis = own["3.key_basis"][:, :16].double()  # [32, 16]
-        truth = calibrate.eigen(moments["pre"].second[3, heads, heads])[1][:, :16]
+        values, vectors = calibrate.eigen(second[heads, heads])
+        truth = vectors[:, :16]
         assert error(basis @ basis.T, truth @ truth.T) < 1e-3
         assert torch.equal(own["scale"], made["scale"][:, heads])
-        (values, _), kept = calibrate.eigen(moments["pre"].second[3, heads, heads]), own["key_eigenvalues"][3]
-        assert kept.shape == (32,) and error(kept[:8].double(), values[:8]) < 1e-3
+        kept = own["key_eigenvalues"][3].double()
+        assert kept.shape == (32,) and error(kept[:8], values[:8]) < 1e-3
 
 
 def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):

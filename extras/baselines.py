@@ -447,7 +447,7 @@ class DoubleSparseCache(ProxyCache):
         return self.best(pos, q, self.proxies.vectors, self.count)
 
 
-def fit_doublesparse(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
+def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
     """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3): the mean of
     |q_c k_c|, q and k of the same token, summed over the group."""
     from calibrate import observe, tracked  # only now: it imports generate
@@ -459,8 +459,7 @@ def fit_doublesparse(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
         sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))  # [Hkv, D]
 
     with torch.inference_mode():
-        for window in tracked("fit", tokens):
-            observe(model, window[None], see)
+        observe(model, tracked("fit", tokens[:, None]), see)
     importance = torch.stack(sums).cpu() / tokens.numel()
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
@@ -935,7 +934,7 @@ class PaluCache(Cache):
         )
 
 
-def fit_palu(model: Llama, tokens: Tensor, moments: Callable) -> tuple:
+def fit_palu(model: Llama, tokens: Tensor) -> tuple:
     """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
     R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
     from calibrate import head_bases  # only now: it imports generate

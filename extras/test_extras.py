@@ -29,7 +29,7 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import key_moments, save_artifact
+from calibrate import save_artifact
 from compress import Context
 from extras import baselines, bench, gguf, harness
 from generate import DTYPES
@@ -440,7 +440,7 @@ def test_double_sparse_scores_on_its_channels_alone():
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
     """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
     model, tokens = tiny_model(), tiny_tokens(3, 40)
-    tensors, facts = baselines.fit_doublesparse(model, tokens, lambda: key_moments(model, tokens, "test"))
+    tensors, facts = baselines.fit_doublesparse(model, tokens)
     cos, sin = rope_tables(model.config, 40, CPU)
     q, k = (apply_rope(x, cos, sin) for x in test_all.observed(model, tokens)[2][:2])  # of layer 2
     products = (q.unflatten(2, (4, 2)) * k[:, :, :, None]).abs().sum(3)
@@ -530,7 +530,7 @@ def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
 def test_palu_is_the_whitened_svd_of_the_weights():
     """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the text."""
     model, tokens, inputs = tiny_model(head_dim=48, qkv_bias=True), tiny_tokens(6, 64), []
-    tensors, _ = baselines.fit_palu(model, tokens, None)
+    tensors, _ = baselines.fit_palu(model, tokens)
     attention = model.layers[1].attention
     with attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2).double())):
         test_all.observed(model, tokens)
