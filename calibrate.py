@@ -142,14 +142,14 @@ def writable_file(text: str) -> Path:
     """The same for one file."""
     if (path := Path(text)).is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
-    return writable_folder(path.parent) / path.name
+    return writable_folder(str(path.parent)) / path.name
 
 
 # ---------------------------------------------------------------------------------------------------- fitting
 
 
 def observe(model: Llama, batches: Iterable[Tensor], see: Callable) -> None:
-    """Runs tokens [B, S] each, and calls see(layer, cos, sin, q, k, v) with each layer's before RoPE."""
+    """Runs tokens [B, S] each, and calls see(layer, cos, sin, q, k, v) of each layer before RoPE."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
 
@@ -187,7 +187,7 @@ class KeyMoments:
         return self.second - self.mean[:, :, None] * self.mean[:, None]
 
 
-@lru_cache(1)  # of several fits
+@lru_cache(1)  # for the next fit; weights that change in place are not seen
 @torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
@@ -633,7 +633,8 @@ def deferred_interrupts() -> Iterator[list]:
     stops = []
 
     def defer(number: int, _) -> None:
-        signal.signal(number, before[number])
+        if stops:
+            raise KeyboardInterrupt
         stops.append(number)
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
@@ -1154,7 +1155,7 @@ class Candidate:
         return load(*where, self.weights, self.method, self.used.get(capacity, self.options))[0]
 
     def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. UserError where no cache of rows[capacity] rows can be built, or fits the memory."""
+        """The artifact. UserError where a cache of rows[capacity] rows cannot be built or does not fit."""
         method = method_named(self.method)
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         shares = {name: s for name, s in (("tokens", args.equal_tokens), ("bytes", args.equal_bytes)) if s}

@@ -1664,14 +1664,14 @@ class LrqkCache(Cache):
         heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
         most = min(settings.slots * self.chosen, capacity - self.z)
         self.slots = round(most) if self.reuse else self.chosen
-        sizes, host = (context, heads, capacity, width), settings.kv_device == "cpu"
+        given, host = (context, heads, capacity, width), settings.kv_device == "cpu"
         self.coded = settings.kv_bits < 16
         if self.coded:
-            self.kv = PairStore(*sizes, settings.kv_bits, host)
+            self.kv = PairStore(*given, settings.kv_bits, host)
             self.rotation = random_rotation(c.head_dim).to(context.device, context.dtype)
             self.table("mean", heads, c.head_dim, dtype=torch.float32)  # of a prompt's keys after RoPE
         else:
-            self.kv = TokenStore(*sizes, host=host)
+            self.kv = TokenStore(*given, host=host)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
         for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
             self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)

@@ -1645,7 +1645,7 @@ def fdc_fit():
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: R belongs to the model. The values' is of weights."""
+    """Of unseen random tokens, up to the last position: keys' R belongs to the model, values' to weights."""
     model, _, tensors, _ = fdc_fit
     places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
     rope = [t[places] for t in rope_tables(model.config, 512, CPU)]
@@ -3412,6 +3412,14 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert decays == {True: 0.1, False: 0.0}
     assert rates[:2] == pytest.approx((1 / 2, 0.1 + 0.45 * (1 + math.cos(math.pi / 20))))  # warm-up: a tenth
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
+
+
+@pytest.mark.parametrize("numbers", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+def test_a_second_signal_ends_all(numbers):
+    with pytest.raises(KeyboardInterrupt), calibrate.deferred_interrupts() as stops:
+        signal.raise_signal(numbers[0])
+        assert stops == [numbers[0]]
+        signal.raise_signal(numbers[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

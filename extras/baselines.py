@@ -131,14 +131,14 @@ class SlotCache(DenseCache):
         return super().past(row, filled)
 
     def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        heads, new = self.config.n_kv_heads, self.context.positions[span]
+        heads, positions = self.config.n_kv_heads, self.context.positions[span]
         past = self.past(row, span.start)
         k, v = (torch.cat(pair).transpose(0, 1) for pair in zip(past, (k, v), strict=True))  # [Hkv, N, D]
-        held = k.shape[1] - len(new)
-        position = torch.cat((self.position[row, :, :held], new.expand(heads, -1)), 1)  # [Hkv, N]
+        held = k.shape[1] - len(positions)
+        position = torch.cat((self.position[row, :, :held], positions.expand(heads, -1)), 1)  # [Hkv, N]
         last = q[-self.settings.window :].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
         logits = (last @ k[:, None].mT).float() * self.scale
-        later = position[:, None, None] > new[-last.shape[2] :, None]
+        later = position[:, None, None] > positions[-last.shape[2] :, None]
         kept = self.choose(row, span, logits.masked_fill(later, -torch.inf), position)
         slots = self.keys.vectors, self.values.vectors, self.position
         for slot, x in zip(slots, (k, v, position), strict=True):

@@ -353,16 +353,16 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
     """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's first row."""
     figure.set_size_inches(10, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    dense = {row["length"]: float(row["tokens_per_s"]) for row in speeds if row["method"] == "dense"}
-    ticks, marks = {}, {}
+    lengths, dense = [row["length"] for row in speeds if row["method"] == "dense"], None
+    ticks, drawn = {}, {}
     for i, row in enumerate(speeds):
-        rate, at = float(row["tokens_per_s"]), i + 1.3 * [*dense].index(row["length"])
-        times = rate / dense[row["length"]]
+        rate, at = float(row["tokens_per_s"]), i + 1.3 * lengths.index(row["length"])
         if row["method"] == "dense":
+            dense = rate
             left.text(0, at - 0.8, f"{int(row['length']):,} tokens a sequence", weight="bold")
         name, color = PAINTED[row["method"]]
         left.barh(at, rate, color=color)
-        left.text(rate, at, f" {rate:,.0f} ({times:.2g} x)", va="center")
+        left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
         ticks[at] = f"{name} x {row['batch']}"
     left.set(yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[])
     left.set_title("tokens a second, as many sequences as fit", loc="left")
@@ -372,12 +372,12 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
             x = 100 * float(row["bytes/token"]) / float(rows[0]["bytes/token"])
             y = float(row["kl wikitext2_4096"] or 0)
             if 0 < y < 1:
-                marks.setdefault(method, []).append((x, y))
+                drawn.setdefault(method, []).append((x, y))
                 name, color = PAINTED.get(method, ("", "0.8"))
                 right.plot(x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2)
-    for method in filter(marks.get, PAINTED):
-        (name, color), (x, y) = PAINTED[method], marks[method][-1]
-        right.plot(*zip(*marks[method], strict=True), color=color)
+    for method in filter(drawn.get, PAINTED):
+        (name, color), (x, y) = PAINTED[method], drawn[method][-1]
+        right.plot(*zip(*drawn[method], strict=True), color=color)
         right.text(x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left")
     right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
     right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
