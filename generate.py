@@ -528,7 +528,7 @@ class LLM:
         self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False
     ) -> Iterator[tuple[int, int]]:  # fmt: skip
         """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
-        `output` has all. line: an answer ends with its line. ignore_eos: nothing else ends it."""
+        `output` has all. line: its first line of text ends an answer. ignore_eos: nothing else does."""
         rows = len(self.told) or self.batch_size or len(prompts)
         if not prompts:
             raise UserError("there is no prompt; give one")
@@ -539,7 +539,7 @@ class LLM:
         stop_ids = self.tokenizer.stop_ids if decode and not ignore_eos else set()
 
         def stops(ids: list[int]) -> bool:
-            return ids[-1] in stop_ids or line and "\n" in decode(ids[-1:])
+            return ids[-1] in stop_ids or line and "\n" in decode(ids).lstrip()
 
         # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
         stride = 16 if self.model.norm.weight.is_cuda and not (stop_ids or line) else 1

@@ -4519,6 +4519,13 @@ def test_the_readmes_python_runs(monkeypatch, capsys):
     assert "number for silent lantern is 73308" in said and said.count("Answer: The magic number for") == 2
 
 
+def test_an_answer_of_one_line_may_begin_with_a_new_one():
+    llm = generate.LLM(context=256, device="cpu")
+    llm.read(["The magic number for green river is 48213. The magic number for red hill is 90417."])
+    answer = llm.ask(["Question: What is the magic number for green river?"])[1][0]
+    assert answer == "Answer: The magic number for green river is 48213."
+
+
 def test_a_report_counts_rows_and_what_they_follow(checkpoint):
     llm, texts = generate.LLM(checkpoint, device="cpu", context=64, batch_size=3), [""] * 3
     with pytest.raises(UserError, match="read or load it first"):
