@@ -146,7 +146,11 @@ def evaluate(args: argparse.Namespace) -> list[dict]:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; see lm_eval ls tasks")
     random.seed(0)
     np.random.seed(1234)  # the harness's seeds: RULER's texts are drawn at random
-    loaded = manager.load(args.tasks)
+    try:
+        loaded = manager.load(args.tasks)
+    except (OSError, ValueError) as error:  # no network, or a tokenizer that transformers cannot read
+        fault, _, _ = str(error).partition("\n")
+        raise UserError(f"--tasks {' '.join(args.tasks)}: the harness has no documents: {fault}") from None
     inner = {*itertools.chain(*loaded["group_map"].values())}
     tasks = [task for name, task in (loaded["groups"] | loaded["tasks"]).items() if name not in inner]
     for candidate, lm in zip(candidates, models, strict=True):

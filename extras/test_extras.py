@@ -826,6 +826,10 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
     assert "no such task; see" in cli.refusal("harness --tasks choose")
     with mock.patch.dict(sys.modules, {"lm_eval.api.model": None, "lm_eval": None}):
         assert 'pip install "lm-eval[hf,ruler]"' in cli.refusal("harness --tasks choose")
+    gone = {"task": "gone", "dataset_path": "json", "dataset_kwargs": {"data_files": f"{tmp_path}/gone"}}
+    (tmp_path / "gone.yaml").write_text(json.dumps(gone))
+    line = f"harness --include_path {tmp_path} --tasks gone"
+    assert "--tasks gone: the harness has no documents: Unable to find" in cli.refusal(line)
     path, rng = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe"), random.Random(0)
     folder = convert(path, tmp_path / "m", "fp32")
     texts = ["".join(rng.choices("the 12.!\n\u4f60", k=k)) for k in (3, 50, 20, 90, 7)]
