@@ -243,8 +243,8 @@ def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
     tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
     prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
     bar = Progress("trial", 2 * ends.shape[1])
-    for name in ("pre", "post"):
-        blocks = key_moments(model, tokens)[name].covariance().unflatten(2, heads).unflatten(1, heads)
+    for name, keys in key_moments(model, tokens).items():
+        blocks = keys.covariance().unflatten(2, heads).unflatten(1, heads)
         own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
         values, vectors = eigen(own)
         tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
