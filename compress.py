@@ -208,11 +208,11 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
     [B, H, G, S] fp32: q . (low + scale code) = q . low + (q scale) . code, a plane at a time."""
     low, scale = low_scale.float().unbind(-1)  # [B, H, n, D]
     weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
-    groups = codes.unflatten(2, (-1, 32)).mT  # [B, H, n, D * bits / 8, 32]
+    groups = codes.unflatten(2, (-1, 32))  # [B, H, n, 32, D * bits / 8]
     planes = ((groups >> i) & (2**bits - 1) for i in range(0, 8, bits))
-    parts = (x.contiguous() for x in weights.chunk(8 // bits, -1))
-    coded = sum(matmul_codes(x, plane).float() for x, plane in zip(parts, planes, strict=True))
-    coded = coded.transpose(2, 3).flatten(3)  # of [B, H, n, G, 32]
+    parts = zip(planes, weights.chunk(8 // bits, -1), strict=True)
+    coded = sum((plane.to(q.dtype) @ x.mT).float() for plane, x in parts)  # [B, H, n, 32, G]
+    coded = coded.flatten(2, 3).mT
     # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor loops
     # over whole groups, and the tokens of the last one get no value.
     group = torch.arange(codes.shape[2], device=q.device) // 32

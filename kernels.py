@@ -490,10 +490,8 @@ def scores_reference(
 ) -> Tensor:  # fmt: skip
     """What scores says, in PyTorch, of queries [B, H, N, d] or [B, n, H, N, d]."""
     tokens = torch.arange(vectors.shape[2], device=pos.device)
-    live, logits = (
-        tokens <= pos[:, None],
-        token_logits(q, vectors, vector_scale, block),
-    )  # [B, S], [B, H, N, S]
+    live = tokens <= pos[:, None]  # [B, S]
+    logits = token_logits(q, vectors, vector_scale, block)  # [B, H, N, S]
     if offset is not None:
         logits = logits + offset.mT[..., tokens // run].unflatten(1, logits.shape[1:3])
     logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
