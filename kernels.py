@@ -465,7 +465,7 @@ def token_logits(q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None,
     [B, H, S, >= d]; vector_scale [B, H, S]: of vectors that are codes -> [B, H, N, S] fp32."""
     vectors = vectors[..., : q.shape[-1]]
     if vector_scale is not None:  # sums of products with codes can exceed fp16's range
-        q, vector_scale = q * 2**-7, vector_scale * 128
+        q, vector_scale, vectors = q * 2**-7, vector_scale * 128, vectors.to(q.dtype)
     if block:
         n = q.shape[1] - 1  # whole blocks, and the last one
         whole = vectors[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
