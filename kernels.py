@@ -1858,9 +1858,9 @@ def launch_attend(
     need(kind != "channels" or index is None, "of channels all tokens are attended")
     if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
-    wide = kind in ("plain", "mla") or kind == "latents" and keys[1] is None  # keys that are no codes
-    # Tensor cores take 8 queries at least, and wide keys faster with 16.
-    GP = 1 if G == 1 and kind == "logits" else power2(G, 16 if wide else 8)
+    # Tensor cores take 8 queries at least, and keys that are no codes faster with 16.
+    uncoded = kind in ("plain", "mla") or kind == "latents" and keys[1] is None
+    GP = 1 if G == 1 and kind == "logits" else power2(G, 16 if uncoded else 8)
     SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
