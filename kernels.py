@@ -535,7 +535,7 @@ def _scores_kernel(
     vector_scale_p,  # [B, H, S] fp32; None: vectors are not int8
     offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
     pos_p,  # [B] int32
-    kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp16 or fp32; else logits [B, H, N, S] fp32
+    kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp8 (e5m2) or fp32; else logits [B, H, N, S] fp32
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
     sum_p,  # sums of splits [B, H, splits, NP] fp32
@@ -543,8 +543,8 @@ def _scores_kernel(
     steps,  # vectors between two rows of the batch, two heads and two tokens
     S,
     tiles,
-    r_score,  # leading numbers of a vector that count
-    r,  # numbers of a vector
+    r_score: tl.constexpr,  # leading numbers of a vector that count
+    r: tl.constexpr,  # numbers of a vector
     scale,
     run,  # tokens of a run
     per_block,  # tiles of a block of queries; None: one block
@@ -558,9 +558,9 @@ def _scores_kernel(
 ):
     """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under rule each.
 
-    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: less 15) and the
-    sum of exp2(logit - maximum). Rule softmax stores exp2(logit - running maximum) in the logits' place, and
-    for each tile that maximum."""
+    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: a reference not
+    far from it) and the sum of exp2(logit - maximum). Rule softmax stores exp2(logit - reference) in the
+    logits' place, and for each tile the reference, which rises where a weight would leave e5m2's range."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -578,7 +578,7 @@ def _scores_kernel(
     if NR == 1 and per_block is None:
         query_at = query_p + query_row + n[:, None] * r_score + dims
         query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
-    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs a joint maximum.
+    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs one reference.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
     # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
@@ -628,19 +628,23 @@ def _scores_kernel(
                     some = live[:, None] & (n < N)[None, :]
                     offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
                 logits += offset * scale
-            logits = tl.where(live[:, None], logits, float("-inf"))
+            if RULE == "each" or tile * T + T > length:  # else all are live
+                logits = tl.where(live[:, None], logits, float("-inf"))
             if RULE != "softmax":
                 at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
                 tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-            if RULE != "each":
-                new_top = logits
-                if RULE == "softmax":  # fp16 up to 2**15 has a range of 2**39 below it
-                    new_top = tl.max(logits, 0)[None, :] - 15
-                new_top = tl.maximum(top, new_top)
-                weight = tl.exp2(logits - new_top)
-                total = total * tl.exp2(top - new_top) + weight
+            if RULE == "largest":
+                new_top = tl.maximum(top, logits)
+                total = total * tl.exp2(top - new_top) + tl.exp2(logits - new_top)
                 top = new_top
             if RULE == "softmax":
+                weight = tl.exp2(logits - top)
+                if tl.max(weight) > 32768:  # rarely: e5m2 has a range of 2**28 below 2**12
+                    new_top = tl.maximum(top, tl.max(logits, 0)[None, :] - 12)
+                    total *= tl.exp2(top - new_top)
+                    weight = tl.exp2(logits - new_top)
+                    top = new_top
+                total += weight
                 at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
                 tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
                 tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
@@ -679,7 +683,7 @@ def _reduce_scores_kernel(
     totals = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
     top = tl.maximum(tl.max(tops, 0), -1e30)
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=3):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
         if RULE == "softmax":
@@ -743,8 +747,10 @@ def launch_scores(
     tiles = cdiv(S, T)
     splits = cdiv(tiles, tiles_a_program(tiles, B * H, programs))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
-    half = torch.float32 if queries.dtype == torch.float32 else torch.float16
-    kept = empty(B, H, S, NP, dtype=half) if soft else empty(B, H * N, S)
+    # The interpreter rounds in e5m2 wrong: 7.7 to 4.
+    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret
+    weights = torch.float32 if exact else torch.float8_e5m2
+    kept = empty(B, H, S, NP, dtype=weights) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
@@ -755,9 +761,9 @@ def launch_scores(
     )  # fmt: skip
     if rule == "each":
         return kept
-    out, (T, fill) = empty(B, H, S), (T, 4) if soft else (512, 16)
-    warps = max(2, min(8, power2(splits) * NP // 1024)) if soft else 4  # which hold the sums of all splits
-    _reduce_scores_kernel[min(cdiv(S, T), max(4, fill * SMS // (B * H))), H, B](
+    out, T = empty(B, H, S), T if soft else 512
+    warps = max(2, min(4, power2(splits) * NP // 1024)) if soft else 4  # which hold the sums of all splits
+    _reduce_scores_kernel[min(cdiv(S, max(T, 256)), max(4, 16 * SMS // (B * H))), H, B](
         kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=warps,
         **overlapped(vectors.device),
     )  # fmt: skip
@@ -1891,7 +1897,7 @@ def attend_config(
         return 64, 4 if G > 1 else 2, 2, 6
     if kind in ("plain", "logits"):
         return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
-    return 32, 2, 3, 8
+    return 32, 1, 3, 8
 
 
 def attend(

@@ -2412,6 +2412,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded)
     offset = randn(B, -(-S // run), H * N, seed=2) if run else None
     if run:
+        offset += torch.linspace(0, 100, offset.shape[1], device=DEVICE)[:, None]  # logits that rise and rise
         each = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
         logits = logits + each.unflatten(2, (H, N)).permute(0, 2, 3, 1)
     logits = logits * 0.3
@@ -2433,7 +2434,10 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     for queries, query_scale in given:
         out = kernels.launch_scores(queries, *stored, pos, 0.3, rule, block, offset, run or 1, query_scale)
         assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
-        close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
+        if rule == "softmax" and DEVICE == "cuda":  # weights are kept in e5m2: two bits of fraction
+            torch.testing.assert_close(out, truth, rtol=1 / 8 + TOLERANCE[dtype], atol=1e-6)
+        else:
+            close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
 RULES = ["each", "largest", "softmax"]
