@@ -38,7 +38,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import compress
 import model as model_file
@@ -525,17 +525,12 @@ class Stage:
             raise UserError(f"stage {text!r}: write BATCHxLENGTHxSTEPS, such as 64x2048x1000") from None
 
 
-class TrainingBatches(Dataset):
-    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], for any number of workers."""
-
-    def __init__(self, hay: "Haystack", plan: list[Stage], seed: int):
-        self.hay, self.plan, self.seed = hay, plan, seed
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        rng, stage = random.Random(f"{self.seed}-{i}"), self.plan[i]
-        documents = [training_document(self.hay, rng, stage.length + 1) for _ in range(stage.batch)]
-        tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
-        return tokens.long(), weights[:, 1:].contiguous()
+def training_batch(hay: "Haystack", plan: list[Stage], seed: int, i: int) -> tuple[Tensor, Tensor]:
+    """Batch i: tokens [B, S + 1] int64 and weights [B, S] fp32 of plan[i], made by any process."""
+    rng, stage = random.Random(f"{seed}-{i}"), plan[i]
+    documents = [training_document(hay, rng, stage.length + 1) for _ in range(stage.batch)]
+    tokens, weights = (torch.from_numpy(np.stack(each)) for each in zip(*documents, strict=True))
+    return tokens.long(), weights[:, 1:].contiguous()
 
 
 NANO = ModelConfig(256, 8, 4, 4, 64, 704, 4096, 32768, 500000.0, tied=True)
@@ -664,7 +659,7 @@ def train(model, hay, stages, lr, seed, workers, state, minutes, log=None, teach
     plan = [stage for stage in stages for _ in range(stage.steps)]
     total, started = len(plan), time.time()
     how = {"num_workers": workers, "worker_init_fn": ignore_interrupts, "pin_memory": cuda}
-    batches = DataLoader(TrainingBatches(hay, plan, seed), None, sampler=range(done, total), **how)
+    batches = DataLoader(range(done, total), None, collate_fn=partial(training_batch, hay, plan, seed), **how)
     read, recent = sum(stage.batch * stage.length for stage in plan[:done]), []  # losses since the last line
     if log and not done:
         log.parent.mkdir(parents=True, exist_ok=True)

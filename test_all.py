@@ -3368,7 +3368,7 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
 
     (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
     with torch.no_grad():
-        batch = calibrate.TrainingBatches(nano_haystack, [Stage(4, 64, 1)], 0)[0]
+        batch = calibrate.training_batch(nano_haystack, [Stage(4, 64, 1)], 0, 0)
         assert calibrate.training_loss(model, *batch).item() < math.log(4096) - 0.1
     assert whole["step"] == resumed["step"] == 18
     for name, tensor in whole.items():
@@ -3396,7 +3396,7 @@ def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
     artifact = artifact_of("elitekv", model)
     method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
     before = [p.clone() for p in teacher.parameters()]
-    tokens, weights = calibrate.TrainingBatches(nano_haystack, [Stage(4, 128, 1)], 1)[0]
+    tokens, weights = calibrate.training_batch(nano_haystack, [Stage(4, 128, 1)], 1, 0)
     distance = functools.partial(calibrate.training_loss, model, tokens, weights, teacher, 1.0)
     kl, early = distance(), distance(layers=True)
     heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
@@ -3454,12 +3454,12 @@ def test_interrupted_training_keeps_its_state_and_diverging_training_none(nano_h
 
 def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_haystack, monkeypatch):
     """Its memory need not be a copy of this one's, as after a fork."""
-    here = calibrate.TrainingBatches(nano_haystack, [Stage(2, 512, 1)], 0)
+    here = functools.partial(calibrate.training_batch, nano_haystack, [Stage(2, 512, 1)], 0)
     there = pickle.loads(pickle.dumps(here))
-    assert there.hay.tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here[0], there[0]))
+    assert there.args[0].tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here(0), there(0)))
     document = np.arange(513, dtype=np.int32), np.arange(513, dtype=np.float32)
     monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
-    tokens, weights = here[0]
+    tokens, weights = here(0)
     assert tokens.shape == (2, 513) and torch.equal(tokens[:, 1:].float(), weights)
 
 
