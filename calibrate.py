@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -34,8 +35,6 @@ import generate  # isort: skip (it sets how torch's threads wait, which torch re
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -600,26 +599,22 @@ def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
 
 
 def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
-    """Weights, both moments and the number of steps done, in one safetensors file."""
-    tensors = {"step": torch.tensor(done)}
-    for name, p in model.named_parameters():
-        moments = optimizer.state[p]
-        tensors |= {name: p.data, f"{name}.m": moments["exp_avg"], f"{name}.v": moments["exp_avg_sq"]}
-    save_artifact(tensors, path, {"format": "pt"})
+    """Weights, both moments and the number of steps done, in one file of torch.save."""
+    with replacing(path.parent, path.name) as partial:
+        state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, partial / path.name)
 
 
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
     """Takes up what save_state left; returns the number of steps done."""
     try:
-        saved = load_file(path, device=str(next(model.parameters()).device))
-        step = saved["step"].float()
-        for name, p in model.named_parameters():
-            p.data.copy_(saved[name])
-            moments = {"exp_avg": saved[f"{name}.m"], "exp_avg_sq": saved[f"{name}.v"]}
-            optimizer.state[p] = {"step": step.clone(), **moments}
-    except (SafetensorError, KeyError, RuntimeError):  # no such file, other names, other shapes
+        with path.open("rb") as file:  # whose name does not say its format
+            saved = torch.load(file, next(model.parameters()).device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return saved["step"]
+    except (pickle.UnpicklingError, EOFError, LookupError, RuntimeError, TypeError, ValueError):
         raise UserError(f"--state {path}: not what training this model has left") from None
-    return int(step)
 
 
 @contextmanager
