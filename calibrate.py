@@ -25,7 +25,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -628,12 +628,10 @@ def deferred_interrupts() -> Iterator[list]:
         stops.append(number)
         print("stopping after this step; Ctrl-C again: at once, nothing is kept", file=sys.stderr)
 
-    before = {number: signal.signal(number, defer) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with ExitStack() as after:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            after.callback(signal.signal, number, signal.signal(number, defer))
         yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def ignore_interrupts(*_) -> None:
