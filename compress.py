@@ -2062,17 +2062,20 @@ def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dic
     return metadata, tensors
 
 
-def load_artifact(folder: Path, method: str, model: Llama) -> Artifact:
+def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Artifact:
     """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several processes,
-    each has the part of its KV heads. {} of a method that is not fitted. Raises UserError where there is
-    none, or one of another model, or where the checkpoint cannot run by this method."""
+    each has the part of its KV heads. {} of a method that is not fitted, and of a config, whose weights are
+    random, random tensors. Raises UserError where there is none, or one of another model, or where the
+    checkpoint cannot run by this method."""
+    if isinstance(source, ModelConfig):
+        return random_artifact(method, model.config)
     row = method_named(method)
     if model.config.elitekv and method != "elitekv":
         raise UserError("this checkpoint was uptrained for EliteKV: run it with --method elitekv")
     if not row.fit:
         return {}
-    path = artifact_path(folder, row.artifact)
-    command = f"python calibrate.py fit --checkpoint {folder} --method {row.artifact}"
+    path = artifact_path(source, row.artifact)
+    command = f"python calibrate.py fit --checkpoint {source} --method {row.artifact}"
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
     _, tensors = read_tensors(path, model_identity(model), f"make it again: {command}")

@@ -344,13 +344,6 @@ def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, to
     return torch.device(device), DTYPES.get(dtype, DTYPES["bf16" if device == "cuda" else "fp32"])
 
 
-def artifact_for(source: Path | ModelConfig, method: str, model: Llama) -> compress.Artifact:
-    """What `calibrate.py fit` made for this method and model; of random weights random tensors."""
-    if isinstance(source, ModelConfig):
-        return compress.random_artifact(method, model.config)
-    return load_artifact(source, method, model)
-
-
 def load(
     source: Path | ModelConfig, device: str, dtype: str = "auto", weights: str | None = None, method="dense",
     options: dict | None = None, seed=0
@@ -358,7 +351,7 @@ def load(
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
     weights: None for the dtype's, or "int8", after which the model serves this method alone."""
-    artifact, fold_all = lru_cache(partial(artifact_for, source, method)), method_named(method).fold_all
+    artifact, fold_all = lru_cache(partial(load_artifact, source, method)), method_named(method).fold_all
     place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
     fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
     if isinstance(source, ModelConfig):
@@ -475,7 +468,7 @@ class LLM:
         shortest = min(4096, c.max_positions, c.sliding_window or 4096)
         capacity = self.capacity or max(need, shortest)
         check_capacity(capacity, c, "--context")
-        artifact = artifact_for(self.source, self.method, model)
+        artifact = load_artifact(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
         context = Context(model, rows, capacity, self.kernels)
         caches = method_named(self.method).build(model, settings, context, artifact)

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import calibrate
 from calibrate import ANSWER_ROOM, NANO, TASKS, save_csv, text_ids, writable_file, writable_folder
-from compress import replacing
+from compress import load_artifact, replacing
 from generate import LLM, Engine, Parser, clock, whole
 from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
@@ -82,7 +82,7 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
     llm = LLM(config, args.method, context=capacity, device=device, **how, **args.options)
     sequences = row.sequences
     if not sequences:
-        artifact = generate.artifact_for(config, args.method, llm.model)
+        artifact = load_artifact(config, args.method, llm.model)
         needs = generate.row_bytes(llm.model, args.method, llm.settings, artifact, capacity).items()
         fits = (free_memory(torch.device(kind)) / max(1, needed) for kind, needed in needs)
         sequences = max(1, int(share * min(fits)))
