@@ -1111,8 +1111,8 @@ class Candidate:
             name, _, value = (f"variant={pair}" if pair in compress.VARIANTS else pair).partition("=")
             kind = kinds.get(name, str)
             try:
-                options[name] = BOOLEANS[value.lower()] if kind is bool else generate.value_type(kind)(value)
-            except (KeyError, ValueError, argparse.ArgumentTypeError):
+                options[name] = BOOLEANS[value.lower()] if kind is bool else kind(value)
+            except (KeyError, ValueError):
                 wanted = f"{name}={kind.__name__.upper()}"
                 raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
         settings_from(method, options)

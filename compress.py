@@ -62,7 +62,7 @@ Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
-def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, inf)"):
+def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, 1e9]"):
     """A field of a settings dataclass: a command-line option. within: the interval of the numbers allowed.
     sets: what calibrate.py eval turns it for, "bytes" (a token), "tokens" (attended, of `budget`) or both."""
     return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
@@ -741,7 +741,7 @@ class SalsSettings:
     form: str = setting("ours", "latents in codes, V rotated (ours), or 16-bit latents (paper)", VARIANTS)
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
-    recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, inf)")
+    recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]")
     keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", sets="tokens", within="[0, 1]")
     score: str = setting("softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
@@ -1443,7 +1443,7 @@ class LrqkSettings:
 
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
-    recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, inf)")
+    recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, 1e9]")
     mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
     kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
@@ -1836,7 +1836,7 @@ class KeepSettings:
 
     keep: float = keep_setting(512)
     sinks: int = setting(0, "x: first tokens that are always among them")
-    recent: int = setting(1, "z: last tokens that are always among them", within="[1, inf)")
+    recent: int = setting(1, "z: last tokens that are always among them", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent

@@ -742,11 +742,6 @@ def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
     return number_in(f"[{least}, {most}]", int)
 
 
-def value_type(kind: type) -> Callable[[str], object]:
-    """What reads a setting of this type; settings_from holds it to the setting's own interval."""
-    return number_in(f"({-1 << 32}, {1 << 32})", kind) if kind in (int, float) else kind
-
-
 def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
     row = method_named(method)
@@ -756,7 +751,7 @@ def add_settings(parser: Parser, method: str) -> None:
         about = "all settings as published, or those that are better on real models (default ours)"
         add("--variant", choices=compress.VARIANTS, help=about)
     for f in dataclasses.fields(row.settings):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": value_type(f.type)}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         paper = f"; paper {row.paper[f.name]}" if f.name in row.paper else ""
         default = ("off", "on")[f.default] if f.type is bool else f.default
         about = f"{f.metadata['help']} (default {default}{paper})".replace("%", "%%")

@@ -54,7 +54,7 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, inf)")
+    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         return within(capacity, self.sinks, 0, self.recent)
@@ -152,7 +152,7 @@ class H2oSettings:
 
     keep: float = keep_setting(512, sets="bytes tokens")
     heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
-    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, inf)")
+    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         total = kept_tokens(self.keep, capacity)
@@ -252,8 +252,8 @@ class SnapKvSettings:
     """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later tokens."""
 
     keep: float = keep_setting(512, sets="bytes tokens")
-    room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, inf)")
-    window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, inf)")
+    room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, 1e9]")
+    window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]")
     pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
@@ -311,7 +311,7 @@ class QuestSettings:
     """Quest (arXiv 2406.10774): pages of tokens, ranked by an upper bound of their logits."""
 
     keep: float = keep_setting(512)
-    page: int = setting(16, "tokens of a page", within="[1, inf)")
+    page: int = setting(16, "tokens of a page", within="[1, 1e9]")
     skip: str = setting("0,1", "layers that attend every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
@@ -383,7 +383,7 @@ class SalsCannSettings(QuestSettings):
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
     rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
-    tail: int = setting(8, "last pages, which are always attended", within="[1, inf)")
+    tail: int = setting(8, "last pages, which are always attended", within="[1, 1e9]")
 
 
 class SalsCannCache(ProxyCache):
@@ -469,7 +469,7 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
 class HshareSettings(DoubleSparseSettings):
     """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
 
-    every: int = setting(8, "steps for which a selection is used", within="[1, inf)")
+    every: int = setting(8, "steps for which a selection is used", within="[1, 1e9]")
     share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
 
 
@@ -726,9 +726,9 @@ class ShadowKvSettings:
 
     keep: float = keep_setting(1024)
     rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
-    chunk: int = setting(8, "tokens of a chunk", within="[1, inf)")
+    chunk: int = setting(8, "tokens of a chunk", within="[1, 1e9]")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, inf)")
+    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]")
     kv_bits: int = setting(16, "bits of V in host memory (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
