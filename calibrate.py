@@ -1161,11 +1161,10 @@ class Candidate:
 def cost_shares(model: Llama, method: str, artifact: dict, options: dict, capacity: int) -> dict[str, float]:
     """Bytes per token by formula, and tokens attended of a full row, as shares of dense."""
     settings = settings_from(method, options)
-    caches = generate.plan_caches(model, method, settings, artifact, capacity)
-    dense = len(caches) * compress.dense_bytes(caches[0].context)
+    held = compress.cache_bytes(generate.plan_caches(model, method, settings, artifact, capacity))
     budget = settings.budget(capacity) if hasattr(settings, "budget") else (capacity,)
-    held = sum(cache.formula() for cache in caches)
-    return {"bytes": held / dense, "tokens": min(1.0, sum(budget) / capacity)}
+    share = held["cache_bytes_formula"] / held["cache_bytes_dense"]
+    return {"bytes": share, "tokens": min(1.0, sum(budget) / capacity)}
 
 
 def equal_options(settings: type, options: dict, shares: dict, costs: Callable, capacity: int) -> dict:

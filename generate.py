@@ -17,6 +17,7 @@ import random
 import re
 import sys
 import time
+import timeit
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -425,12 +426,9 @@ def peak_memory(device: torch.device) -> int:
 def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of a large copy, counting what is read and what is written."""
     source = torch.ones(1 << (28 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
-    target, times = torch.empty_like(source), []
-    for _ in range(4):
-        started = clock(device)
-        target.copy_(source)
-        times.append(clock(device) - started)
-    return 2 * source.nbytes / min(times)
+    target = torch.empty_like(source)
+    seconds = timeit.repeat(lambda: (target.copy_(source), clock(device)), number=1, repeat=4)
+    return 2 * source.nbytes / min(seconds)
 
 
 def device_name(device: torch.device) -> str:
