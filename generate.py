@@ -509,10 +509,9 @@ class LLM:
 
     def begun(self, started: float) -> Output:
         """The output of rows that were read, and have made nothing yet."""
-        rows, took = len(self.told), clock(self.engine.context.device) - started
-        itself = weakref.proxy(self)  # else `del llm` would not free the model
-        empty = [[] for _ in range(rows)], [""] * rows
-        self.output = Output(*empty, [*map(len, self.told)], took, llm=itself)
+        told, took = self.told, clock(self.engine.context.device) - started
+        self.output = Output([[] for _ in told], [""] * len(told), [*map(len, told)], took)
+        self.output.llm = weakref.proxy(self)  # else `del llm` would not free the model
         return self.output
 
     def tokens(
