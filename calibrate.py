@@ -1328,7 +1328,6 @@ def run_eval(args: argparse.Namespace) -> dict:
 
         python calibrate.py eval --method sals --method sals:rank=0.125,bits=2 --text some.txt
         python calibrate.py eval --method sals --method loki --equal_tokens 0.125 --csv table.csv"""
-    table = None if ranks()[0] else args.csv  # rank 0 writes it
     if not args.perplexity_rows and (args.generate or not args.samples):
         raise UserError("nothing to evaluate: give --samples, or --perplexity_rows (with --generate, too)")
     args.continuation = args.generate or args.continuation
@@ -1369,8 +1368,8 @@ def run_eval(args: argparse.Namespace) -> dict:
         columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
         figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
         print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
-        if table:
-            save_csv(table, columns, results)
+        if args.csv and not ranks()[0]:  # rank 0 writes it
+            save_csv(args.csv, columns, results)
     print_table(results, columns[1:])
     if args.equal_bytes or args.equal_tokens:
         print("the settings at each capacity; * where none gets down to the share of dense's")
