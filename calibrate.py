@@ -1230,25 +1230,21 @@ def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Te
 
 
 @torch.inference_mode()
-def eval_retrieval(engine: Engine, hay: Haystack, kind: str, seeds, n_tokens, n_facts, depths) -> list[float]:
-    """Scores of one kind of task, one row a seed: prefill text and question, decode the answer greedily."""
-    rows = zip(seeds, depths, strict=True)
-    samples = [eval_sample(hay, kind, seed, n_tokens, n_facts, depth) for seed, depth in rows]
-    prompts, tasks = zip(*samples, strict=True)
-    engine.prefill(prompts)
-    context = max(len(hay.encode(task.answer)) for task in tasks) + 4
-    decode = hay.tokenizer.decode
-    output = generate.decode_rows(engine, context, lambda ids: "\n" in decode(ids[-2:]), stride=16)
-    return [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
-
-
 def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int, bar: Progress) -> Tensor:
-    """Scores [args.samples] of one kind of task, fp64. A sample's number is its seed; depths rise evenly."""
-    scores, rows = [], engine.context.batch_size
+    """Scores [args.samples] of one kind of task, fp64: prefill text and question, decode the answer greedily.
+    A sample's number is its seed; depths rise evenly."""
+    scores, rows, decode = [], engine.context.batch_size, hay.tokenizer.decode
     for first in range(0, args.samples, rows):
-        seeds = [min(first + i, args.samples - 1) for i in range(rows)]  # the last may repeat
-        depths = [(seed + 0.5) / args.samples for seed in seeds]
-        scores += eval_retrieval(engine, hay, kind, seeds, length, args.facts, depths)
+        samples = []
+        for seed in range(first, first + rows):
+            seed = min(seed, args.samples - 1)  # the last may repeat
+            depth = (seed + 0.5) / args.samples
+            samples.append(eval_sample(hay, kind, seed, length, args.facts, depth))
+        prompts, tasks = zip(*samples, strict=True)
+        engine.prefill(prompts)
+        longest = max(len(hay.encode(task.answer)) for task in tasks) + 4
+        output = generate.decode_rows(engine, longest, lambda ids: "\n" in decode(ids[-2:]), stride=16)
+        scores += [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
         bar.tick(min(rows, args.samples - first))
     return torch.tensor(scores[: args.samples], dtype=torch.float64)
 
@@ -1267,7 +1263,6 @@ def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], referenc
         row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
         if args.generate:
             row |= drift(figures)
-            continue
         watched = gathered([cache.result() for cache in engine.caches if isinstance(cache, Watched)])
         seen += filter(None, itertools.chain(*watched))
     return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}

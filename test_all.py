@@ -3287,8 +3287,8 @@ def nano_haystack():
 def test_nano_retrieves_through_the_cache(method, how, nano_haystack):
     engine = fitted_engine(NANO, method, 4, 1600, **how)
     for kind in ("single", "multikey")[: 1 + (method == "dense")]:
-        hits = calibrate.eval_retrieval(engine, nano_haystack, kind, range(4), 1500, 16, [0.1, 0.3, 0.6, 0.9])
-        assert sum(hits) >= 3
+        how, bar = SimpleNamespace(samples=4, facts=16), generate.Progress("test", 4)
+        assert calibrate.retrieval_scores(engine, nano_haystack, how, kind, 1500, bar).sum() >= 3
 
 
 # ------------------------------------------------------------------------------- tasks, calibration, training
@@ -4201,14 +4201,18 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     """A last batch that is not full counts nothing twice. Facts lie at depths that are spread evenly."""
     rows, asked = [], {}
 
-    def score(engine, hay, kind, seeds, n_tokens, n_facts, depths) -> list[float]:
+    def sample(hay, kind, seed, n_tokens, n_facts, depth=None) -> tuple:
+        asked[seed] = depth
+        return [1], SimpleNamespace(answer="", score=lambda _: float(seed == 4))
+
+    def decode(engine, *_, **how) -> generate.Output:
         rows.append(engine.context.batch_size)
         if len(rows) == 4:  # kivi's first, after dense's three
             raise torch.OutOfMemoryError("no memory")
-        asked.update(zip(seeds, depths, strict=True))
-        return [float(seed == 4) for seed in seeds]
+        return generate.Output([[]] * rows[-1])
 
-    monkeypatch.setattr(calibrate, "eval_retrieval", score)
+    monkeypatch.setattr(calibrate, "eval_sample", sample)
+    monkeypatch.setattr(generate, "decode_rows", decode)
     row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + calibrate.ANSWER_ROOM).caches
     monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
     line = "eval --method kivi --method loki --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
@@ -4217,7 +4221,7 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     assert dense["single 400"] == loki["single 400"] == 20
     assert [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     assert "kivi: no row: no memory" in cli.err
-    monkeypatch.setattr(calibrate, "eval_retrieval", mock.Mock(side_effect=UserError("not this model")))
+    monkeypatch.setattr(generate, "decode_rows", mock.Mock(side_effect=UserError("not this model")))
     # Dense's own row: there is nothing to compare with.
     assert "not this model" in cli.refusal(f"{line} --tasks single")
 
