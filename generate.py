@@ -130,10 +130,8 @@ class Engine:
     ):  # fmt: skip
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
         self.prefill_chunk = prefill_chunk or 1 << 32  # tokens of a prompt that are read at once
-        self.tokens = torch.zeros(context.batch_size, dtype=torch.int64, device=context.device)
-        self.pos = torch.zeros(context.batch_size, dtype=torch.int32, device=context.device)
-        shape = (context.batch_size, model.config.vocab_size)
-        self.logits = torch.zeros(shape, dtype=context.dtype, device=context.device)  # of the last step
+        self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
+        self.logits = context.zeros(model.config.vocab_size)  # of the last step
         started = time.time()
         # extras/hopper.py may have a decode step of its own, with the same logits.
         hopper = kernels.hopper(context.device) if context.kernel else None
