@@ -160,7 +160,6 @@ def observe(model: Llama, batches: Iterable[Tensor], see: Callable) -> None:
         model(tokens.to(model.norm.weight.device), attend)
 
 
-@torch.inference_mode()
 def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
     """Next-token accuracy and perplexity of windows [S] by full passes: fp64 [2]; attend: Llama.forward's."""
     sums = torch.zeros(2, dtype=torch.float64)
@@ -187,7 +186,6 @@ class KeyMoments:
 
 
 @lru_cache(1)  # for the next fit; weights that change in place are not seen
-@torch.inference_mode()
 def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
     """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
     sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
@@ -293,7 +291,6 @@ def contribution(q: Tensor, k: Tensor) -> Tensor:
 ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
 
 
-@torch.inference_mode()
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     """The pairs of each KV head, best first: [L, Hkv, D/2] by RoPElite ("elite"; exact, for ELITE_ROWS random
     queries of each window) and by Contribution. One forward pass over tokens [N, S]."""
@@ -346,7 +343,6 @@ def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     return tensors, {"r": r, "d_ckv": d_ckv} | facts
 
 
-@torch.inference_mode()
 def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tuple[Tensor, Tensor]:
     """Singular values [L, H, D] and right singular vectors [L, H, D, D] of rows(layer, q, k, v) [n, H, D].
     On tokens [N, S], in fp64: fp32 noise in a Gram matrix is larger than the small singular values."""
@@ -750,7 +746,6 @@ def uptraining_model(args: argparse.Namespace, device: torch.device, files: list
     return model.requires_grad_(True), tokenizer
 
 
-@torch.no_grad()
 def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N]:
     with it low_rank keeps what the layer computes rather than its weights (ours)."""
@@ -1207,7 +1202,6 @@ def dearest(knob: dataclasses.Field, options: dict, limits: dict, costs: Callabl
     return best
 
 
-@torch.inference_mode()
 def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Tensor | None, bar) -> tuple:
     """Reads a prompt a row, then teacher-forces tokens [B, n] through the cache, one by one.
     reference [n, B, V]: dense's log-probabilities, None where the cache is dense's -> of each token the loss
@@ -1229,7 +1223,6 @@ def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Te
     return torch.stack(figures, 1).double(), torch.stack(kept) if reference is None else reference
 
 
-@torch.inference_mode()
 def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int, bar: Progress) -> Tensor:
     """Scores [args.samples] of one kind of task, fp64: prefill text and question, decode the answer greedily.
     A sample's number is its seed; depths rise evenly."""
