@@ -604,10 +604,11 @@ def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
 
 def by_head(cache, q, k, v, n: int, start, step):
     """Steps of one row, a KV head at a time: start(h) gives what head h has stored of the first n tokens,
-    step(i, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored then."""
-    stored = [start(h) for h in range(cache.config.n_kv_heads)]
+    step(i, h, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored then."""
+    heads = range(cache.config.n_kv_heads)
+    stored = [start(h) for h in heads]
     for i in range(n, len(q)):
-        parts = zip(q[i].unflatten(0, (len(stored), -1)), k[i], v[i], stored, strict=True)
+        parts = zip(heads, q[i].unflatten(0, (len(heads), -1)), k[i], v[i], stored, strict=True)
         outputs, chosen, stored = zip(*(step(i, *part) for part in parts), strict=True)
         yield torch.cat(outputs).flatten(), chosen
 
@@ -641,12 +642,10 @@ def pure_lrqk(cache, row, n, q, k, v):
         pairs = list(zip(*compress.lrqk_optimum(*moments, cache.rank), strict=True))  # W_Q, W_K of each head
 
         def start_ours(h):
-            return (k[:n, h] @ pairs[h][1], k[:n, h], v[:n, h].double()), pairs[h]
+            return k[:n, h] @ pairs[h][1], k[:n, h], v[:n, h].double()
 
-        def step_ours(i, q, k, v, state):
-            stored, pair = state
-            out, chosen, stored = compress.lrqk_step_ours(q, k, v.double(), stored, *pair, *how)
-            return out, chosen, (stored, pair)
+        def step_ours(i, h, q, k, v, stored):
+            return compress.lrqk_step_ours(q, k, v.double(), stored, *pairs[h], *how)
 
         return by_head(cache, *rotated, v, n, start_ours, step_ours)
 
@@ -660,7 +659,7 @@ def pure_lrqk(cache, row, n, q, k, v):
         chosen = weights.topk(min(cache.chosen, old)).indices
         return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(old, n)))
 
-    def step(i, q, k, v, state):
+    def step(i, h, q, k, v, state):
         out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, *how)
         return out, chosen, (*state, chosen)
 
@@ -670,11 +669,10 @@ def pure_lrqk(cache, row, n, q, k, v):
 def pure_loki(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     basis, reduced = cache.basis[..., : cache.width], cache.settings.reduced
-    bases = iter(basis.repeat(len(q) - n, 1, 1))
 
-    def step(i, q, k, v, stored):
+    def step(i, h, q, k, v, stored):
         count = i + 1 if reduced else compress.kept_tokens(cache.settings.k, i + 1)
-        out, chosen, stored = compress.loki_step(q, k, v, stored, next(bases), cache.d, count)
+        out, chosen, stored = compress.loki_step(q, k, v, stored, basis[h], cache.d, count)
         return out, None if reduced else chosen, stored
 
     return by_head(cache, q, k, v, n, lambda h: (k[:n, h] @ basis[h], v[:n, h]), step)
@@ -683,7 +681,7 @@ def pure_loki(cache, row, n, q, k, v):
 def pure_kivi(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
-    def step(i, q, k, v, stored):
+    def step(i, h, q, k, v, stored):
         out, stored = compress.kivi_step(q, k, v, stored, cache.keys.bits, cache.keys.R)
         return out, None, stored
 
@@ -693,10 +691,10 @@ def pure_kivi(cache, row, n, q, k, v):
 def pure_fdc(cache, row, n, q, k, v, latent):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     bases = [basis[:, :rank] for basis, rank in zip(cache.basis, cache.k_ranks, strict=True)]
-    values, each = latent.split(cache.v_ranks, -1), itertools.cycle(bases)
+    values = latent.split(cache.v_ranks, -1)
 
-    def step(i, q, k, v, stored):
-        out, stored = compress.fdc_step(q, k, v, stored, next(each))
+    def step(i, h, q, k, v, stored):
+        out, stored = compress.fdc_step(q, k, v, stored, bases[h])
         return out.flatten(), None, stored
 
     def start(h):

@@ -211,7 +211,7 @@ def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
 def pure_quest(cache, row, n, q, k, v):
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
 
-    def step(i, q, k, v, stored):
+    def step(i, h, q, k, v, stored):
         return baselines.quest_step(q, k, v, stored, cache.page, cache.count // cache.page)
 
     return test_all.by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
@@ -233,16 +233,16 @@ def pure_sals_cann(cache, row, n, q, k, v):
     k, v = (codes * scale for codes, scale in map(model_file.quantize_int8, (k, v)))
     pages = torch.arange(len(k)) // cache.page
 
-    def step(i, q, k, v, h):
+    def step(i, h, q, k, v, _):
         logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page  # D is 16
         scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
         old = max(0, last + 1 - cache.tail)
         best = scores[:old].topk(min(old, cache.count // cache.page - cache.tail)).indices
         chosen = (torch.isin(pages, best) | (pages >= old))[: i + 1].nonzero()[:, 0]
-        return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, h
+        return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, None
 
     keys, values = k, v
-    return test_all.by_head(cache, q, k, v, n, lambda h: h, step)
+    return test_all.by_head(cache, q, k, v, n, lambda h: None, step)
 
 
 def pure_h2o(cache, row, n, q, k, v):
@@ -258,7 +258,7 @@ def pure_h2o(cache, row, n, q, k, v):
         kept = ranked.topk(min(n, cache.count)).indices.sort().values
         return k[kept, h], v[kept, h], kept, attention[kept]
 
-    def step(i, q, k, v, stored):
+    def step(i, h, q, k, v, stored):
         return baselines.h2o_step(q, k, v, stored, cache.count, cache.recent)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
@@ -274,7 +274,7 @@ def pure_snapkv(cache, row, n, q, k, v):
         kept = baselines.snapkv_prompt(grouped, k[:n, h], prompt, 6, 3)
         return k[kept, h], v[kept, h], kept
 
-    def step(i, q, k, v, stored):
+    def step(i, h, q, k, v, stored):
         if len(stored[0]) == slots:
             stored = (torch.cat((x[:prompt], x[prompt + 1 :])) for x in stored)
         keys, values, kept = stored = compress.appended(stored, k, v, torch.tensor(i))
@@ -288,10 +288,9 @@ def pure_fp8(cache, row, n, q, k, v):
     mean = k[:n].mean(0) if isinstance(cache, baselines.CentredCache) else torch.zeros(heads, 16)
     prompt = cache.rope(k[:n] - mean, slice(0, n)), v[:n]
     scales = [[x[:, h].abs().max() / 28 for x in prompt] for h in range(heads)]
-    each = itertools.cycle(range(heads))
 
-    def step(i, q, k, v, stored):
-        h, rope = next(each), lambda x, places: cache.rope(x[:, None], places)[:, 0]
+    def step(i, h, q, k, v, stored):
+        rope = lambda x, places: cache.rope(x[:, None], places)[:, 0]  # noqa: E731
         out, stored = baselines.fp8_step(q, k, v, stored, scales[h], mean[h], rope)
         return out, None, stored
 
@@ -317,13 +316,12 @@ def pure_shadowkv(cache, row, n, q, k, v):
 
 def pure_palu(cache, row, n, q, k, v, latent):
     """The keys' bias is not in their latent (ours)."""
-    q, k, basis = cache.rope(q, slice(0, len(q))), k - cache.keys.bias, cache.keys.basis
-    values = latent.unflatten(1, (cache.config.n_kv_heads, -1))
-    each, rope = itertools.cycle(zip(basis, cache.keys.bias, strict=True)), cache.rope
+    basis, bias = cache.keys.basis, cache.keys.bias
+    q, k, values = cache.rope(q, slice(0, len(q))), k - bias, latent.unflatten(1, (len(bias), -1))
 
-    def step(i, q, k, v, stored):
-        R, bias = next(each)
-        out, stored = baselines.palu_step(q, k, v, stored, R, lambda x, t: rope((x + bias)[:, None], t)[:, 0])
+    def step(i, h, q, k, v, stored):
+        rope = lambda x, places: cache.rope((x + bias[h])[:, None], places)[:, 0]  # noqa: E731
+        out, stored = baselines.palu_step(q, k, v, stored, basis[h], rope)
         return out, None, stored
 
     return test_all.by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
