@@ -592,13 +592,6 @@ def spread(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     return codes, scale, (2.0 * kernels.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float()
 
 
-def mixed(x: torch.Tensor, lead: int) -> tuple[torch.Tensor, ...]:
-    """What quantize_mixed gives, and what it stands for."""
-    codes, scale, rest = kernels.quantize_mixed(x, lead)
-    every = torch.cat((codes, kernels.unpack(rest, 4).to(torch.int8) * 8 - 60), -1)
-    return codes, scale, rest, every * scale[..., None]
-
-
 # ---- the papers' algorithms: a cache does what the *_step does after which its test is named
 
 
@@ -1019,7 +1012,8 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
     x *= torch.logspace(-3, 3, 2000)[:, None]
     x[0], x[1, :lead], x[2, lead:] = 0, 0, 0
-    codes, scale, rest, back = mixed(x, lead)
+    codes, scale, rest = kernels.quantize_mixed(x, lead)
+    back = kernels.dequantize_mixed(codes, scale, rest)
     leading, others = x.split((lead, 48), -1)
     least = leading.abs().amax(-1) / 127, others.square().mean(-1).sqrt() * 0.3352 / 8
     assert torch.allclose(scale, torch.maximum(*least)) and not back[0].any()
@@ -2620,7 +2614,8 @@ def stored_keys(form, dtype, read, D, r=24, bits=4):
         chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
         lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
         lead = r // 4 if r % 512 == 0 else lead
-        codes, scale, rest, latent = mixed(latent, lead)
+        codes, scale, rest = kernels.quantize_mixed(latent, lead)
+        latent = kernels.dequantize_mixed(codes, scale, rest)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
         flat.append(bias / flat[1])
