@@ -468,32 +468,24 @@ def options_for(c: model_file.ModelConfig, options: dict) -> dict:
 
 
 @functools.cache
-def dense_logits(rows: tuple, more: tuple, **changes) -> torch.Tensor:
-    return logits_through(make_engine(tiny_model(**changes), "dense", len(rows), 80), rows, more)
+def dense_logits(rows: tuple, more: tuple, dtype=torch.float32, **changes) -> torch.Tensor:
+    model = tiny_model(**changes).to(dtype)
+    return logits_through(make_engine(model, "dense", len(rows), 80), rows, more)
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group, dtype", [*((G, torch.float32) for G in (1, 4, 8)), (2, torch.bfloat16)])
 @over("method, options", lambda tests: tests.EVERYTHING)
-def test_full_rank_and_budget_is_dense(method, options, group):
+def test_full_rank_and_budget_is_dense(method, options, group, dtype):
     """Ragged rows, read in parts and decoded: shorter than any rank or window, long, of keys of rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
     changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
-    changes |= dict.fromkeys(biases, group == 4)
-    model = tiny_model(**changes)
+    changes |= dict.fromkeys(biases, group in (2, 4))
+    model = tiny_model(**changes).to(dtype)
     engine = make_engine(model, method, 4, 80, **options_for(model.config, options))
-    got = logits_through(engine, prompts, more, {1: 1, 4: 2, 8: 3}[group])
-    assert error(got, dense_logits(prompts, more, **changes)) < BOUNDS.get(method, 1e-5)
-
-
-@over("method, options", lambda tests: tests.EVERYTHING)
-def test_half_precision_is_near_dense(method, options):
-    logits = []
-    for name, how in ((method, options), ("dense", {})):
-        model = tiny_model(head_dim=width_for(method), qkv_bias=True).bfloat16()
-        engine = make_engine(model, name, 1, 80, **options_for(model.config, how))
-        logits.append(logits_through(engine, [random_ids(60)], [random_ids(15, 1)]))
-    assert logits[0].dtype == torch.bfloat16 and error(*logits) < 0.1
+    got = logits_through(engine, prompts, more, {1: 1, 2: 1, 4: 2, 8: 3}[group])
+    bound = BOUNDS.get(method, 1e-5) if dtype == torch.float32 else 0.1
+    assert got.dtype == dtype and error(got, dense_logits(prompts, more, dtype, **changes)) < bound
 
 
 @over("method, options", lambda tests: tests.CASES)
