@@ -798,13 +798,6 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     assert error(out, attend_plain(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
 
 
-def test_a_store_in_host_memory_may_lie_by_token():
-    (_, _, v), context = stream(40), Context(tiny_model(), 1, 60)
-    store = compress.TokenStore(context, 4, 60, 16, by_token=True, host=True)
-    store.write((0, slice(0, 40)), v)
-    assert store.vectors.shape == (1, 4, 60, 16) and torch.equal(store.past(0, 40), v)
-
-
 def test_a_window_writes_each_of_its_slots_once():
     context = Context(tiny_model(), 1, 60)
     spans = itertools.combinations((0, 2, 4, 7, 30, 31, 33, 60), 2)
