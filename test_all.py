@@ -1133,16 +1133,6 @@ def test_folded_projections_equal_unfolded(group, biases, score, form):
     assert error(runs[0], runs[1]) < (1e-4 if form == "paper" else 0.02)  # a code may round otherwise
 
 
-def test_a_basis_has_the_nearest_codes_of_one_scale_a_pair():
-    up = (torch.randn(64, 12) * torch.logspace(-2, 2, 64)[:, None]).unflatten(0, (4, 16))
-    codes, scale = compress.quantize_basis(up)
-    pairs = scale.view(4, 2, 8)
-    assert torch.equal(pairs[:, 0], pairs[:, 1]) and ((codes * scale - up).abs() <= scale * 0.5001).all()
-    assert torch.equal(scale[0, 0, 0] * 127, up[0, [0, 8]].abs().max())
-    again = compress.quantize_basis(codes * scale)
-    assert torch.equal(again[0], codes)  # a kernel takes its codes from what the PyTorch path multiplies
-
-
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
     seen, extend = [], compress.SalsCache.extend
