@@ -417,19 +417,6 @@ def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
 # ---- Double Sparse, HShare
 
 
-def test_double_sparse_scores_on_its_channels_alone():
-    """Whatever the keys hold in the others."""
-    cache, (q, _, _) = test_all.scene("doublesparse", 59, 60, keep=12, channels=0.25)
-    channels = cache.basis.argmax(1)[:, None].expand(-1, 59, -1)
-    expected = cache.keys.vectors[0, :, :59].gather(2, channels)
-    assert torch.equal(cache.proxies.vectors[0, :, :59], expected)
-    pos = torch.tensor([58])
-    asked = pos, cache.rope(q[58:59], pos)
-    index = cache.select(*asked)
-    cache.keys.vectors.normal_()
-    assert torch.equal(cache.select(*asked), index)
-
-
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
     """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
     model, tokens = tiny_model(), tiny_tokens(3, 40)
