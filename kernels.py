@@ -1189,7 +1189,6 @@ class Shape(NamedTuple):
     WIDE: int = 0  # of them those of a first product, a power of two
     NARROW: int = 0  # of a second one, padded
     CODES: Packing | None = None  # of channels
-    UNIT: int = 1  # divides all ranks of heads
     EARLY: bool = False  # the softmax lies in a branch, always taken, so that the next loads come before it
 
 
@@ -1495,19 +1494,18 @@ def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE:
 
 
 @jit
-def _rank(table_p, row, h, Hkv, UNIT: tl.constexpr):
-    """A number of rank_table. The compiler sees that UNIT divides it, so that vectors are aligned."""
-    return tl.load(table_p + row * Hkv + h).to(tl.int64) // UNIT * UNIT
+def _rank(table_p, row, h, Hkv):
+    """A number of rank_table. The compiler sees that 8 divides it, so that vectors are aligned."""
+    return tl.load(table_p + row * Hkv + h).to(tl.int64) // 8 * 8
 
 
 @jit
 def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
     """The queries of a group as columns [DP, GP], d_qk, d_v, and the sums of ranks before K' and V'."""
     _, table_p, _, _, Hkv = keys
-    UNIT: tl.constexpr = SHAPE.UNIT
-    d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv, UNIT)
-    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(table_p, 1, h, Hkv, UNIT)
-    return query, d_qk, d_v, _rank(table_p, 2, h, Hkv, UNIT), _rank(table_p, 3, h, Hkv, UNIT)
+    d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv)
+    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(table_p, 1, h, Hkv)
+    return query, d_qk, d_v, _rank(table_p, 2, h, Hkv), _rank(table_p, 3, h, Hkv)
 
 
 @jit
@@ -1992,7 +1990,7 @@ def launch_attend_ragged(
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
     T, warps, stages, fill = attend_config("plain", G, max(ranks), 16, q.element_size(), roomy(q.device))
     W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
-    SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages, UNIT=math.gcd(16, *ranks))
+    SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages)
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
         q, (packed, table, B, S, Hkv), (None, None), None, 0, None, None, pos, *parts,
