@@ -1572,8 +1572,8 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
     # [T, PLANES, 1, WORDS, 1].
     word = tl.arange(0, RUNS * WORDS)[None, :]
     code_at = codes_p + vector[:, None] * (WIDTH // 4) + word
+    code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
     if not PAIRED:
-        code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
         # Two vectors' scales as one word: what is loaded ahead has four bytes at least.
         both = tl.load(
             pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (vector >> 1), mask=live, other=0
@@ -1581,13 +1581,11 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
         half = _half_at(both, ((vector & 1) << 4).to(tl.int32))[:, None, None, None, None]
         low, step = half * (1.0 - 2**BITS), half * 2
     elif RUNS * WORDS * 4 == WIDTH:
-        code = tl.load(code_at, mask=live[:, None], other=0)
         # Groups lie in the order of runs, so that one wide load takes them.
         group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
         pair_at = pairs_p + vector[:, None] * GROUPS + group[None, :]
         pairs = tl.reshape(tl.load(pair_at, mask=live[:, None], other=0), [T, PLANES, RUNS, 1, 1])
     else:
-        code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
         channel = (tl.arange(0, PLANES) * WIDTH)[:, None] + (tl.arange(0, WORDS) * 4)[None, :]
         group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
         pair_at = pairs_p + vector[:, None, None] * GROUPS + group[None, :, :]
