@@ -2017,23 +2017,17 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
-    by_token = not x.is_contiguous()
-    rows = x.transpose(1, 2).contiguous() if by_token else x
-    number = row_numbers(rows.transpose(1, 2) if by_token else rows, index)
+    (B, Hkv, S), by_token = x.shape[:3], not x.is_contiguous()
+    rows, step_h, step_s = (x.transpose(1, 2).contiguous(), 1, Hkv) if by_token else (x, S, 1)
+    b, h = (torch.arange(n, device=x.device) for n in (B, Hkv))
+    number = b[:, None, None] * (Hkv * S) + h[:, None] * step_h + index.long() * step_s
     return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
-
-
-def row_numbers(x: Tensor, index: Tensor) -> Tensor:
-    """Where the rows at index [B, Hkv, n] of x [B, Hkv, S, ...] lie in its memory, counted in rows."""
-    step_b, step_h, step_s = (stride // x.shape[3:].numel() for stride in x.stride()[:3])
-    b, h = (torch.arange(n, device=x.device) for n in x.shape[:2])
-    return index.long() * step_s + b[:, None, None] * step_b + h[:, None] * step_h
 
 
 def fetch_rows_reference(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
     """What fetch_rows says, in PyTorch."""
     new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
-    hot.view(-1, hot.shape[-1]).index_copy_(0, row_numbers(hot, place).flatten(), new.flatten(0, 2))
+    hot.scatter_(2, place[..., None].expand_as(new), new)
 
 
 @jit
