@@ -15,7 +15,8 @@
 
 A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
 truth that tests hold it to: NAME_reference, for append the stores, for other ways to attend a few lines.
-attend_ragged takes the kernel where its store has a table for it. launch_NAME checks and launches.
+attend_ragged takes the kernel where its store has a table for it, linear_int8 on CUDA, where triton is
+installed. launch_NAME checks and launches.
 
 To copy an operation, copy the header, which ends at the first block, and the operation's block (with
 attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of them to their
@@ -2178,13 +2179,9 @@ def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) 
     return out
 
 
-def linear_int8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, kernel: bool | None = None
-) -> Tensor:
+def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] through a linear layer in int8 -> [..., N] in x's dtype: weight codes [N, K] * scale [N]
-    bf16, and bias [N] or None. kernel None: on CUDA, where triton is installed."""
-    if kernel is None:
-        kernel = x.is_cuda and triton is not None
-    if not kernel:
+    bf16, and bias [N] or None."""
+    if triton is None or not x.is_cuda:
         return linear_int8_reference(x, codes, scale, bias)
     return launch_linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)
