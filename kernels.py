@@ -1668,7 +1668,6 @@ def _attend_kernel(
     GP: tl.constexpr = SHAPE.GP
     T: tl.constexpr = SHAPE.T
     C: tl.constexpr = PACKING.COLUMNS
-    dtype: tl.constexpr = q_p.dtype.element_ty
     # 1. The tokens of this split.
     pos = tl.load(pos_p + b)
     length = n
@@ -1713,7 +1712,7 @@ def _attend_kernel(
         key_vector = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
         value_vector = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
         logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, scale, SHAPE)
-        v = _values(values, k, value_vector, live, dtype, PACKING)
+        v = _values(values, k, value_vector, live, q_p.dtype.element_ty, PACKING)
         if not SHAPE.EARLY or tile < stop:
             top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 5. The result, or this split's part of it.
