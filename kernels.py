@@ -1879,9 +1879,7 @@ def attend_splits(n: int, programs: int, fill: int) -> int:
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
-def attend_config(
-    kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: bool
-) -> tuple[int, int, int, int]:  # fmt: skip
+def attend_config(kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple:
     """(tokens a tile, warps, stages, programs a multiprocessor)."""
     if kind == "mla":
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
