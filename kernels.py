@@ -1826,10 +1826,8 @@ def launch_attend(
                  tokens of an index [B, n]; without one to all
     values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8 and
     low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a vector.
-    index int32 names the tokens to attend, -1 for none. It is [B, n] for all heads, [B, Hkv, n] or
-    [B, Hq, n]; of channels there is none. Without it all tokens up to pos - z are attended, at most S. window
-    is exact keys and values [B, z, Hkv, D and DV], which are attended as well; they fill from the left. () is
-    no window, z = 0."""
+    index is int32; of channels there is none. window is exact keys and values [B, z, Hkv, D and DV], which
+    fill from the left, or ()."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
@@ -1974,10 +1972,9 @@ def launch_attend_ragged(
 ) -> Tensor:
     """Attention of one new token of each row over the tokens 0..pos of heads of unequal rank.
 
-    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)], K' [B, S, d_qk] of each head,
-    then V' [B, S, d_v] of each head; ranks, d_qk of all heads, then d_v; table, their rank_table; scale, that
-    of the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All heads have the same number of
-    splits, because the time of a tile does not depend on the rank."""
+    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)] (_ragged_logits); ranks and
+    their rank_table; scale, that of the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All
+    heads have the same number of splits, because the time of a tile does not depend on the rank."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
     need(fits and math.gcd(8, *ranks) == 8, f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}")
