@@ -1432,11 +1432,6 @@ def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 
 
 @jit
-def _no_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    return q_p
-
-
-@jit
 def _given_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
     """Given logits [T, GP]. A query's logits lie in line, by place and not by token."""
     logits_p, step_b, step_h, step_g = keys
@@ -1526,7 +1521,7 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
     **dict.fromkeys(("plain", "mla"), (plain_keys, _plain_queries, _plain_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
-    "logits": (given_logits, _no_queries, _given_logits),
+    "logits": (given_logits, _plain_queries, _given_logits),  # queries that nothing reads are not loaded
 }
 
 
