@@ -437,11 +437,6 @@ def _copy_tiles(stores, stages, ready, stage, firsts, at, some):
 
 
 @gluon.jit
-def _ring_of(block, STAGES: gl.constexpr):
-    return gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout)
-
-
-@gluon.jit
 def _shared_keys_kernel(
     keys,  # [B * Hkv * k_tokens, D * KEY_BITS / 32], words of codes; these four in blocks of T rows
     key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each
@@ -471,8 +466,10 @@ def _shared_keys_kernel(
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
     stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
-    stages = (_ring_of(keys, STAGES), _ring_of(key_pairs, STAGES),
-              _ring_of(codes, STAGES), _ring_of(pairs, STAGES))  # fmt: skip
+    stages = ()
+    for i in gl.static_range(len(stores)):
+        block = stores[i]
+        stages += (gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=len(stores))
