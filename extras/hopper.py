@@ -37,16 +37,17 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 @gluon.jit
-def _ring_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Barriers for each slot of a ring: it is ready, of all producers, and free, of all consumers."""
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
+    """Barriers for each slot of a ring: it is ready, of all producers, and free, of all consumers, if any."""
+    made = ()
+    for _ in gl.static_range(len(COUNTS)):
+        made += (gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout()),)
     for slot in gl.static_range(SLOTS):
-        hopper.mbarrier.init(ready.index(slot), count=PRODUCERS)
-        hopper.mbarrier.init(free.index(slot), count=CONSUMERS)
+        for i in gl.static_range(len(COUNTS)):
+            hopper.mbarrier.init(made[i].index(slot), count=COUNTS[i])
     hopper.fence_async_shared()
     barrier()
-    return ready, free
+    return made
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
@@ -242,7 +243,7 @@ def _streamed_logits_kernel(
     ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
-    ready, free = _ring_barriers(SLOTS, 1, 2)
+    ready, free = _ring_barriers(SLOTS, (1, 2))
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
@@ -470,11 +471,7 @@ def _shared_keys_kernel(
     for i in gl.static_range(len(stores)):
         block = stores[i]
         stages += (gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout),)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        hopper.mbarrier.init(ready.index(slot), count=len(stores))
-    hopper.fence_async_shared()
-    barrier()
+    ready = _ring_barriers(STAGES, (len(stores),))[0]
     for slot in gl.static_range(STAGES):
         _copy_tiles(stores, stages, ready, slot, firsts, (split + slot * splits) * T, slot < tiles)
     # 2. The queries, and a softmax of nothing.
@@ -857,7 +854,7 @@ def _linear_chain_kernel(
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, wo.block_shape[1]], wo.layout)
     xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, wo.block_shape[1]], attended.layout)
-    ready, free = _ring_barriers(SLOTS, 2, 1)
+    ready, free = _ring_barriers(SLOTS, (2, 1))
     gl.warp_specialize(
         [
             (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
