@@ -115,13 +115,11 @@ def _unpack(packed):
 
 
 @gluon.jit
-def _tile_logits(
-    HALF: gl.constexpr, latents, queries, ring, ready, free, first, stop,
-    q_p, index_p, index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n,
-    S, Hkv, G: gl.constexpr, RESTS: gl.constexpr,
-):  # fmt: skip
+def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both):
     """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
     _wait_for_previous()
+    (latents, queries, ring, ready, free, first, stop, q_p, index_p, index_step, latent_p, latent_scale_p,
+     rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv) = both  # fmt: skip
     SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
@@ -244,14 +242,12 @@ def _streamed_logits_kernel(
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
     ready, free = _ring_barriers(SLOTS, (1, 2))
+    both = (latents, queries, ring, ready, free, first, stop, q_p, index_p, index_step, latent_p,
+            latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv)  # fmt: skip
     gl.warp_specialize(
         [
-            (_tile_logits, (gl.constexpr(0), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
-                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
-            (_tile_logits, (gl.constexpr(1), latents, queries, ring, ready, free, first, stop, q_p, index_p,
-                            index_step, latent_p, latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p,
-                            logits_p, B, n, S, Hkv, gl.constexpr(G), gl.constexpr(RESTS))),
+            (_tile_logits, (gl.constexpr(0), gl.constexpr(G), gl.constexpr(RESTS), both)),
+            (_tile_logits, (gl.constexpr(1), gl.constexpr(G), gl.constexpr(RESTS), both)),
             (_stream_basis, (basis, ring, ready, free, first, stop, Hkv, CHUNKS)),
         ],
         [4, 1],  # warps, beside the four of the first
