@@ -1313,10 +1313,9 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1), rope=pairs)
     KB = ranks_at_once(r + 2 * width, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
     KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
-    held, split = KB >= r + 2 * width, {}
-    if rest is not None:
-        first = power2(width, 32) if width < 64 else power2(width + 1) // 2
-        split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
+    held = KB >= r + 2 * width
+    first = power2(width, 32) if width < 64 else power2(width + 1) // 2
+    split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
     words = rope if rope.dtype == f32 else rope.view(torch.int32)  # of two halves
     stores = (latent, scale, rest, basis, basis_scale, bias, words)
     return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
