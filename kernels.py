@@ -785,7 +785,8 @@ def scores(
     `run` tokens.
     rule:
         each     every query's logit -> [B, H, N, S]
-        softmax  the sum over a head's queries of their attention weights -> [B, H, S]
+        softmax  the sum over a head's queries of their attention weights, each of which a kernel keeps in
+                 fp8 (e5m2) unless q is fp32 -> [B, H, S]
         largest  the largest of these weights, as a logarithm -> [B, H, S]
     fp32, -inf beyond pos."""
     q = q.unflatten(-2, (vectors.shape[1], -1)).to(vectors.dtype if vector_scale is None else q.dtype)
