@@ -684,7 +684,9 @@ def _reduce_scores_kernel(
     totals = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
     top = tl.maximum(tl.max(tops, 0), -1e30)
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+    # Softmax's weights are not loaded ahead: from shared memory a thread would get only a few bytes at once.
+    STAGES: tl.constexpr = 1 if RULE == "softmax" else 3
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
         live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
         if RULE == "softmax":
@@ -748,10 +750,9 @@ def launch_scores(
     tiles = cdiv(S, T)
     splits = cdiv(tiles, tiles_a_program(tiles, B * H, programs))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
-    # The interpreter rounds in e5m2 wrong: 7.7 to 4.
-    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret
-    weights = torch.float32 if exact else torch.float8_e5m2
-    kept = empty(B, H, S, NP, dtype=weights) if soft else empty(B, H * N, S)
+    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret  # which rounds to e5m2 wrong
+    kept_dtype = torch.float32 if exact else torch.float8_e5m2
+    kept = empty(B, H, S, NP, dtype=kept_dtype) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
