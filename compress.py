@@ -2064,9 +2064,9 @@ def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dic
 
 def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Artifact:
     """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several processes,
-    each has the part of its KV heads. {} of a method that is not fitted, and of a config, whose weights are
-    random, random tensors. Raises UserError where there is none, or one of another model, or where the
-    checkpoint cannot run by this method."""
+    each has the part of its KV heads. For a config (random weights): random_artifact. {} of a method that is
+    not fitted. Raises UserError where there is none, or one of another model, or where the checkpoint cannot
+    run by this method."""
     if isinstance(source, ModelConfig):
         return random_artifact(method, model.config)
     row = method_named(method)

@@ -425,6 +425,7 @@ def measure_bandwidth(device: torch.device) -> float:
     """Bytes per second of a large copy, counting what is read and what is written."""
     source = torch.ones(1 << (28 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
+    # clock waits for the device.
     seconds = timeit.repeat(lambda: (target.copy_(source), clock(device)), number=1, repeat=4)
     return 2 * source.nbytes / min(seconds)
 

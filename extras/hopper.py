@@ -38,7 +38,7 @@ def aligned(*tensors: Tensor) -> bool:
 
 @gluon.jit
 def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
-    """Barriers for each slot of a ring: it is ready, of all producers, and free, of all consumers, if any."""
+    """Barriers for each slot of a ring, of COUNTS arrivals: ready, of producers; free, of consumers."""
     made = ()
     for _ in gl.static_range(len(COUNTS)):
         made += (gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout()),)
@@ -116,7 +116,8 @@ def _unpack(packed):
 
 @gluon.jit
 def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both):
-    """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes."""
+    """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes.
+    both: what the two consumers share."""
     _wait_for_previous()
     (latents, queries, ring, ready, free, first, stop, q_p, index_p, index_step, latent_p, latent_scale_p,
      rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv) = both  # fmt: skip
