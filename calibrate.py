@@ -326,14 +326,15 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 
 def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows without uptraining (App. C). Leaves the model as it was."""
+    lowest perplexity on the last windows where uptraining starts (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
+    start = tensors | input_roots(model, tokens[:ELITE_WINDOWS].flatten())
     allocations = elite_allocations(model.config, 0.25)
     if not allocations:
         raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
     dense, trials = [layer.attention for layer in model.layers], {}
     for size in tracked("elitekv", allocations):
-        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), tensors)
+        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), start)
         trials[size] = full_passes(model, tokens[-4:])[1].item()
         for layer, attention in zip(model.layers, dense, strict=True):
             layer.attention = attention
