@@ -326,7 +326,7 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 
 def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows where uptraining starts (App. C). Leaves the model as it was."""
+    lowest perplexity on the last windows by input_roots' factors (App. C). Leaves the model as it was."""
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     start = tensors | input_roots(model, tokens[:ELITE_WINDOWS].flatten())
     allocations = elite_allocations(model.config, 0.25)

@@ -1291,7 +1291,7 @@ def test_elitekv_numbers_of_parameters():
 
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
-    """It judges each size by the factors that uptraining starts from."""
+    """The size that it chose has the perplexity of input_roots' factors."""
     model, tokens = tiny_model(), tiny_tokens(4, 40)
     before = [layer.attention for layer in model.layers]
     tensors, facts = calibrate.fit_elitekv(model, tokens)
