@@ -327,11 +327,10 @@ def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
 def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
     """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
     lowest perplexity on the last windows by input_roots' factors (App. C). Leaves the model as it was."""
+    if not (allocations := elite_allocations(model.config, 0.25)):
+        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
     tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
     start = tensors | input_roots(model, tokens[:ELITE_WINDOWS].flatten())
-    allocations = elite_allocations(model.config, 0.25)
-    if not allocations:
-        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
     dense, trials = [layer.attention for layer in model.layers], {}
     for size in tracked("elitekv", allocations):
         method_named("elitekv").fold_all(model, compress.EliteSettings(*size), start)
