@@ -52,7 +52,10 @@ LOG2E = math.log2(math.e)
 
 
 def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
-    """Makes a wrapper a PyTorch operator. torch.compile calls it as it is; `fake` shapes its result."""
+    """Makes a launcher a PyTorch operator, which torch.compile calls as it is.
+
+    fake: a function of the same arguments that gives empty tensors of the result's shapes.
+    mutates: the names of the arguments that the launcher writes to."""
 
     def wrap(function):
         name = f"{library}::{function.__name__.removeprefix('launch_')}"
@@ -64,72 +67,89 @@ def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
 
 
 def need(ok: bool, message: str) -> None:
+    """Raises ValueError with this message unless `ok`."""
     if not ok:
         raise ValueError(message)
 
 
-def shape(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
+def check_shape(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
+    """Raises ValueError unless x has this dtype and these sizes."""
     need(x.shape == sizes, f"{name} must be {list(sizes)}, not {list(x.shape)}")
     need(x.dtype == dtype, f"{name} must be {dtype}, not {x.dtype}")
 
 
 def check(**tensors: tuple) -> None:
-    """Raises an error unless triton is installed and every tensor fits. A tensor is given as (tensor or None,
-    dtype, *sizes): it must have these, be contiguous, and lie on the first one's device."""
+    """Raises an error unless triton is installed and every tensor is one that a kernel can take.
+
+    A tensor is given as NAME=(tensor or None, dtype, *sizes): it must have this dtype and these sizes, be
+    contiguous, and lie on the device of the first one. None stands for a tensor that is left out."""
     if triton is None:
         raise RuntimeError("triton is not installed: use the PyTorch path")
-    (first, (leader, *_)), *_ = tensors.items()
+    first_name = next(iter(tensors))
+    device = tensors[first_name][0].device
     for name, (tensor, dtype, *sizes) in tensors.items():
-        if tensor is not None:
-            shape(name, tensor, dtype, *sizes)
-            need(tensor.device == leader.device, f"{name} is on {tensor.device}, {first} on {leader.device}")
-            need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
+        if tensor is None:
+            continue
+        check_shape(name, tensor, dtype, *sizes)
+        need(tensor.device == device, f"{name} is on {tensor.device}, {first_name} on {device}")
+        need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
 def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
-    """How many vectors of a store lie between two rows of the batch, two KV heads and two tokens.
+    """The strides of a store in vectors: from a row of the batch, a KV head or a token to the next one.
 
-    parts: what is stored of a vector, each given as (view [B, H, S, *sizes] or None, dtype, *sizes). Each
-    part of a vector lies whole, at a multiple of its size, and all parts lie alike."""
-    steps = {}
+    What is stored of a vector is given in parts, NAME=(view [B, H, S, *sizes] or None, dtype, *sizes). Raises
+    ValueError unless each vector's part is contiguous, begins at a multiple of its size, and has the same
+    strides as the other parts."""
+    strides_of = {}
     for name, (x, dtype, *sizes) in parts.items():
-        if x is not None:
-            shape(name, x, dtype, B, H, S, *sizes)
-            size, strides = math.prod(sizes), x.stride()[:3]
-            whole = x[:1, :1, :1].is_contiguous() and not any(stride % size for stride in strides)
-            need(whole, f"{name} must be whole vectors")
-            steps[name] = tuple(stride // size for stride in strides)
-    (first, made), *others = steps.items()
-    for name, found in others:
-        need(found == made, f"{name} must lie as {first} do")
-    return made
+        if x is None:
+            continue
+        check_shape(name, x, dtype, B, H, S, *sizes)
+        size = math.prod(sizes)
+        is_whole = x[:1, :1, :1].is_contiguous()
+        for stride in x.stride()[:3]:
+            is_whole = is_whole and stride % size == 0
+        need(is_whole, f"{name} must be whole vectors")
+        strides_of[name] = tuple(stride // size for stride in x.stride()[:3])
+    first_name = next(iter(strides_of))
+    for name, strides in strides_of.items():
+        need(strides == strides_of[first_name], f"{name} must lie as {first_name} do")
+    return strides_of[first_name]
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def power2(n: int, least: int = 1) -> int:
+    """The least power of two that is at least n and at least `least`, itself a power of two."""
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-_padded = constexpr_function(power2)  # in kernels
+_padded = constexpr_function(power2)  # power2 inside a kernel
 
 
 def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
     """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
-    return 4 if dtype == torch.float32 else latent.element_size()
+    if dtype == torch.float32:
+        return 4
+    return latent.element_size()
 
 
 def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
     """w @ codes: w [..., G, K], codes [..., K, N] of any dtype -> [..., G, N]."""
-    return w.to(codes.dtype) @ codes if codes.is_floating_point() else w @ codes.to(w.dtype)
+    if codes.is_floating_point():
+        return w.to(codes.dtype) @ codes
+    return w @ codes.to(w.dtype)
 
 
 def nvidia_generation(device: torch.device) -> int:
     """The major compute capability, 9 for Hopper; 0 where the device is no NVIDIA GPU."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device)[0] if nvidia else 0
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def overlapped(device: torch.device) -> dict:
@@ -138,7 +158,9 @@ def overlapped(device: torch.device) -> dict:
 
     Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
     `_let_next_begin`. It leaves that out where the next kernel's programs would pile up."""
-    return {"launch_pdl": True} if nvidia_generation(device) >= 9 else {}
+    if nvidia_generation(device) >= 9:
+        return {"launch_pdl": True}
+    return {}
 
 
 @constexpr_function
@@ -169,9 +191,14 @@ def _nearest(x):
 
 
 # ------------------------------------------------------------------------------------------ codes of a token
-# Two formats of codes (ours), each with one scale a vector. Numbers of a vector spread like normal ones are
-# (2 code - top) scale, top = 2**bits - 1. A mixed vector has int8 codes of its leading numbers, and of its
-# trailing ones 4-bit codes whose levels -60, -52, .., 60 lie in the range of the int8 codes.
+# Two formats of codes (ours), each with one scale a vector.
+#
+# Spread codes are for a vector whose numbers spread like normal ones, such as a rotated value. A code of
+# `bits` bits stands for (2 code - top) scale, with top = 2**bits - 1.
+#
+# Mixed codes are for a latent, whose leading numbers matter most: int8 codes for these, and 4-bit codes for
+# the trailing ones. The sixteen 4-bit levels are -60, -52, .., 60, so they lie in the range of the int8
+# codes, and one scale serves both.
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
@@ -179,12 +206,12 @@ LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 
 
 def four_bit_code(level):
-    """The code of a level, not yet rounded. With four_bit_level all that says what a trailing code means."""
+    """The 4-bit code of a level, not yet rounded. The kernel runs this very function, too."""
     return (level + 60) / 8
 
 
 def four_bit_level(code_times_8):
-    """The level of a code, from 8 times the code: in a byte's upper half that is one shift."""
+    """The level of a 4-bit code, from 8 times the code: of a byte's upper half that is one shift."""
     return code_times_8 - 60
 
 
@@ -193,55 +220,75 @@ _four_bit_level = jit(four_bit_level)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] as bytes [..., n], n = D * bits / 8. Byte j holds channels j, j + n, j + 2n, ... from
-    its lowest bits up, so that unpacking gives contiguous runs of channels."""
+    """Codes [..., D] of `bits` bits as bytes [..., n] uint8, n = D * bits / 8.
+
+    Byte j holds channels j, j + n, j + 2n, ... from its lowest bits up, so that unpacking gives contiguous
+    runs of channels."""
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
-    return sum(planes[..., i, :] << (i * bits) for i in range(8 // bits))
+    packed = planes[..., 0, :]
+    for i in range(1, 8 // bits):
+        packed = packed + (planes[..., i, :] << (i * bits))
+    return packed
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse."""
-    return torch.cat([(packed >> (i * bits)) & (2**bits - 1) for i in range(8 // bits)], dim=-1)
+    """The inverse of `pack`: bytes [..., n] uint8 -> codes [..., D] uint8."""
+    mask = 2**bits - 1
+    planes = []
+    for i in range(8 // bits):
+        planes.append((packed >> (i * bits)) & mask)
+    return torch.cat(planes, dim=-1)
 
 
 def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, rounded for readers in fp32, too: Inductor drops x.half().float(), but not whole numbers."""
+    """x in fp16, really rounded. Inductor drops the two casts of x.half().float(), so a scale would be used
+    unrounded where it is compiled; it does not drop a bitwise operation on whole numbers."""
     return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of vectors spread like normal numbers (ours; as in RaBitQ): x [..., D] -> codes
-    [..., D * bits / 8] uint8, scales [...] fp16, so that x . decoded = x . x."""
-    x, top = x.float(), 2**bits - 1
-    step = (x.square().mean(-1, keepdim=True).sqrt() * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
-    codes = ((x / step + top) / 2).round().clamp(0, top)
-    scale = x.square().sum(-1) / (x * (2 * codes - top)).sum(-1).clamp(min=1e-8)
+    """Spread codes of vectors x [..., D] (ours): codes [..., D * bits / 8] uint8 (`pack`), scales [...] fp16.
+
+    The step between levels is the best one for normal numbers of the vector's mean square. The scale is then
+    set so that x . decoded = x . x, as RaBitQ does (arXiv 2405.12497)."""
+    x = x.float()
+    top = 2**bits - 1
+    deviation = x.square().mean(-1, keepdim=True).sqrt()
+    half_step = (deviation * (LEVELS_APART[bits] / 2)).clamp(min=1e-8)
+    codes = ((x / half_step + top) / 2).round().clamp(0, top)
+    level = 2 * codes - top
+    scale = x.square().sum(-1) / (x * level).sum(-1).clamp(min=1e-8)
     return pack(codes, bits), as_fp16(scale)
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed codes of vectors x [..., D] (ours): int8 [..., lead] of the leading numbers, scales [...] fp32,
-    and uint8 [..., (D - lead) / 2] (`pack`) of the others. The scale is the larger that the parts need."""
+    """Mixed codes of vectors x [..., D] (ours), of which the first `lead` numbers lead: int8 [..., lead];
+    scales [...] fp32; and 4-bit codes of the others, [..., (D - lead) / 2] uint8 (`pack`).
+
+    The leading numbers need the scale largest / 127, the trailing ones the scale at which neighbouring 4-bit
+    levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of the two serves both."""
     leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
-    spread = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
-    scale = torch.maximum(leading.abs().amax(-1) / 127, spread)
+    scale_for_leading = leading.abs().amax(-1) / 127
+    scale_for_trailing = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
+    scale = torch.maximum(scale_for_leading, scale_for_trailing)
     step = torch.where(scale == 0, 1, scale)[..., None]
-    codes = four_bit_code(trailing / step).round().clamp(0, 15)
-    return (leading / step).round().to(torch.int8), scale, pack(codes, 4)
+    leading_codes = (leading / step).round().to(torch.int8)
+    trailing_codes = four_bit_code(trailing / step).round().clamp(0, 15)
+    return leading_codes, scale, pack(trailing_codes, 4)
 
 
 def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
-    """The inverse, [..., D] fp32."""
+    """The inverse of `quantize_mixed`: vectors [..., D] fp32."""
     levels = four_bit_level(unpack(trailing, 4).to(torch.int8) * 8)
     return torch.cat((leading, levels), -1) * scale[..., None]
 
 
 @jit
 def _append_kernel(
-    latent_p,  # [B, LEAD + 2 REST], each row of the batch `latent_step` numbers after the one before
-    v_p,  # [B, Hkv, D], likewise
-    latent_step,
-    v_step,
+    latent_p,  # [B, LEAD + 2 REST], each row of the batch `latent_stride` numbers after the one before
+    v_p,  # [B, Hkv, D], each row `v_stride` numbers after the one before
+    latent_stride,
+    v_stride,
     pos_p,  # [B] int32
     lead_p,  # [B, S, LEAD] int8
     rest_p,  # [B, S, REST] uint8
@@ -252,76 +299,140 @@ def _append_kernel(
     apart,  # standard deviations between neighbouring levels of values
     rest_apart,  # and of the latents' 4-bit codes
     D: tl.constexpr,
-    LEAD: tl.constexpr,
-    REST: tl.constexpr,
-    BITS: tl.constexpr,
+    LEAD: tl.constexpr,  # r*, the leading dims of a latent
+    REST: tl.constexpr,  # bytes of its trailing dims, two in a byte
+    BITS: tl.constexpr,  # of a value's code
 ):
-    """Stores the codes of a token. A program has the value of a KV head, and the last one the latent."""
+    """Stores the codes of one new token of each row, as quantize_mixed and quantize_spread make them.
+
+    A program has the value of one KV head; the last program of a row has the latent."""
     _wait_for_previous()
     _let_next_begin()
-    h, Hkv, b = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(1).to(tl.int64)
-    row = b * S + tl.load(pos_p + b)
+    h = tl.program_id(0)
+    Hkv = tl.num_programs(0) - 1
+    b = tl.program_id(1).to(tl.int64)
+    token = b * S + tl.load(pos_p + b)
     if h == Hkv:
-        i, half, pair = tl.arange(0, _padded(LEAD)), tl.arange(0, 2)[:, None], tl.arange(0, _padded(REST))
-        latent_p += b * latent_step
+        # The latent: read its leading dims, and its trailing ones as two halves of REST
+        latent_p += b * latent_stride
+        i = tl.arange(0, _padded(LEAD))
+        half = tl.arange(0, 2)[:, None]
+        pair = tl.arange(0, _padded(REST))
         lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
         rest_at = latent_p + LEAD + half * REST + pair[None, :]
         rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
-        spread = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
-        scale = tl.maximum(tl.max(tl.abs(lead)) / 127, spread)
+
+        # The scale that the parts need
+        rest_scale = tl.sqrt(tl.sum(rest * rest) / (2 * REST)) * (rest_apart / 8)
+        scale = tl.maximum(tl.max(tl.abs(lead)) / 127, rest_scale)
         step = tl.where(scale == 0, 1.0, scale)
-        lead = _nearest(lead / step).to(tl.int8)
-        rest = tl.sum(_nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0)) << (half * 4), 0)
-        tl.store(lead_p + row * LEAD + i, lead, mask=i < LEAD)
-        tl.store(rest_p + row * REST + pair, rest.to(tl.uint8), mask=pair < REST)
-        tl.store(latent_scale_p + row, scale)
+
+        # Codes; the first half of the trailing ones goes to the lower four bits
+        lead_code = _nearest(lead / step).to(tl.int8)
+        rest_code = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
+        packed = tl.sum(rest_code << (half * 4), 0)
+        tl.store(lead_p + token * LEAD + i, lead_code, mask=i < LEAD)
+        tl.store(rest_p + token * REST + pair, packed.to(tl.uint8), mask=pair < REST)
+        tl.store(latent_scale_p + token, scale)
     else:
+        # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each byte
         TOP: tl.constexpr = 2.0**BITS - 1
         BYTES: tl.constexpr = D * BITS // 8
-        plane, byte = tl.arange(0, 8 // BITS)[:, None], tl.arange(0, _padded(BYTES))
-        v_at = v_p + b * v_step + h * D + plane * BYTES + byte[None, :]
+        plane = tl.arange(0, 8 // BITS)[:, None]
+        byte = tl.arange(0, _padded(BYTES))
+        v_at = v_p + b * v_stride + h * D + plane * BYTES + byte[None, :]
         v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
-        energy, row = tl.sum(v * v), row * Hkv + h
-        step = tl.maximum(tl.sqrt(energy / D) * (apart / 2), 1e-8)
-        code = _nearest(tl.clamp((v / step + TOP) / 2, 0.0, TOP))
-        scale = energy / tl.maximum(tl.sum(v * (2 * code.to(tl.float32) - TOP)), 1e-8)
-        code = tl.sum(code << (plane * BITS), 0).to(tl.uint8)
-        tl.store(code_p + row * BYTES + byte, code, mask=byte < BYTES)
-        tl.store(scale_p + row, scale.to(tl.float16))
+
+        energy = tl.sum(v * v)
+        half_step = tl.maximum(tl.sqrt(energy / D) * (apart / 2), 1e-8)
+        code = _nearest(tl.clamp((v / half_step + TOP) / 2, 0.0, TOP))
+        level = 2 * code.to(tl.float32) - TOP
+        scale = energy / tl.maximum(tl.sum(v * level), 1e-8)
+        packed = tl.sum(code << (plane * BITS), 0)
+        head = token * Hkv + h
+        tl.store(code_p + head * BYTES + byte, packed.to(tl.uint8), mask=byte < BYTES)
+        tl.store(scale_p + head, scale.to(tl.float16))
 
 
-@operator(lambda *_: None, ("lead", "rest", "latent_scale", "codes", "scale"))
+def _no_result(*_) -> None:
+    """The fake of an operator that only writes to its arguments."""
+
+
+@operator(_no_result, mutates=("lead", "rest", "latent_scale", "codes", "scale"))
 def launch_append(
-    latent: Tensor, v: Tensor, pos: Tensor, lead: Tensor, latent_scale: Tensor, rest: Tensor, codes: Tensor,
-    scale: Tensor
-) -> None:  # fmt: skip
-    """latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any step apart, at pos [B] int32. The
-    latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2]
-    uint8, v to codes [B, S, Hkv, D * bits / 8] uint8 and scale [B, S, Hkv] fp16."""
-    (B, Hkv, D), S, LEAD, REST, BYTES = v.shape, *lead.shape[2:], rest.shape[3], codes.shape[3]
-    u8, f32 = torch.uint8, torch.float32
-    for name, x, sizes in (("latent", latent, (LEAD + 2 * REST,)), ("v", v, (Hkv, D))):
-        shape(name, x, v.dtype, B, *sizes)
-        need(x[0].is_contiguous(), f"a row of {name} must be contiguous")
+    latent: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    lead: Tensor,
+    latent_scale: Tensor,
+    rest: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+) -> None:
+    """Writes the codes of latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any stride apart,
+    at positions pos [B] int32.
+
+    The latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2]
+    uint8; v goes to codes [B, S, Hkv, D * bits / 8] uint8 and scale [B, S, Hkv] fp16."""
+    B, Hkv, D = v.shape
+    S, LEAD = lead.shape[2:]
+    REST = rest.shape[3]
+    BYTES = codes.shape[3]
     bits = BYTES * 8 // D
+    check_shape("latent", latent, v.dtype, B, LEAD + 2 * REST)
+    check_shape("v", v, v.dtype, B, Hkv, D)
+    need(latent[0].is_contiguous(), "a row of latent must be contiguous")
+    need(v[0].is_contiguous(), "a row of v must be contiguous")
     need(bits in (2, 4) and BYTES * 8 == bits * D, f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
     check(
-        pos=(pos, torch.int32, B), lead=(lead, torch.int8, B, 1, S, LEAD), rest=(rest, u8, B, 1, S, REST),
-        latent_scale=(latent_scale, f32, B, 1, S), codes=(codes, u8, B, S, Hkv, BYTES),
+        pos=(pos, torch.int32, B),
+        lead=(lead, torch.int8, B, 1, S, LEAD),
+        rest=(rest, torch.uint8, B, 1, S, REST),
+        latent_scale=(latent_scale, torch.float32, B, 1, S),
+        codes=(codes, torch.uint8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
-    )  # fmt: skip
+    )
     _append_kernel[Hkv + 1, B](
-        latent, v, latent.stride(0), v.stride(0), pos, lead, rest, latent_scale, codes, scale, S,
-        LEVELS_APART[bits], LEVELS_APART[4], D, LEAD, REST, bits, num_warps=4, **overlapped(v.device),
-    )  # fmt: skip
+        latent_p=latent,
+        v_p=v,
+        latent_stride=latent.stride(0),
+        v_stride=v.stride(0),
+        pos_p=pos,
+        lead_p=lead,
+        rest_p=rest,
+        latent_scale_p=latent_scale,
+        code_p=codes,
+        scale_p=scale,
+        S=S,
+        apart=LEVELS_APART[bits],
+        rest_apart=LEVELS_APART[4],
+        D=D,
+        LEAD=LEAD,
+        REST=REST,
+        BITS=bits,
+        num_warps=4,
+        **overlapped(v.device),
+    )
 
 
 def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
-    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it. The
-    kernel writes one new token a row to stores of mixed and of spread codes."""
-    if kernel and isinstance(where[1], Tensor) and (latents.kind, values.kind) == ("mixed", "spread"):
-        codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
-        launch_append(latent, v, where[1].int(), *latents.parts(), *codes)
+    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it.
+
+    The kernel takes one new token a row, for a store of mixed codes and one of spread codes."""
+    is_one_token_a_row = isinstance(where[1], Tensor)
+    if kernel and is_one_token_a_row and latents.kind == "mixed" and values.kind == "spread":
+        lead, latent_scale, rest = latents.parts()
+        codes, scale = values.parts()
+        launch_append(
+            latent,
+            v,
+            where[1].int(),
+            lead,
+            latent_scale,
+            rest,
+            codes.transpose(1, 2),  # as it lies in memory: a token's heads side by side
+            scale.transpose(1, 2),
+        )
     else:
         latents.write(where, latent[:, None])
         values.write(where, v)
@@ -330,29 +441,49 @@ def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: boo
 # ---------------------------------------------------------------------------------------- queries of blocks
 
 
-def block_queries_reference(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
+# Scores of keys after RoPE would need each key rotated. Instead a query is rotated back by a token's
+# position, since q . RoPE_j(k) = RoPE_-j(q) . k. Neighbouring tokens share one such query: that of their
+# block, turned back by the block's mean rotation, and projected to the latent space.
+
+
+def block_queries_reference(
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None
+) -> tuple[Tensor, None, Tensor | None]:
     """What block_queries says, in PyTorch."""
-    basis = basis.unflatten(0, (-1, q.shape[-1]))  # [Hkv, D, r*]
-    a, b = q.float().unflatten(1, (1, len(basis), -1)).chunk(2, -1)  # [B, 1, Hkv, G, D/2]
-    c, s = cos[:, None, None], sin[:, None, None]
-    turned = torch.cat((a * c + b * s, b * c - a * s), -1).to(q.dtype)  # [B, n, Hkv, G, D]
+    B, Hq, D = q.shape
+    basis = basis.unflatten(0, (-1, D))  # [Hkv, D, r*]
+    Hkv = len(basis)
+    first, second = q.float().view(B, 1, Hkv, Hq // Hkv, D).chunk(2, -1)  # [B, 1, Hkv, G, D/2] each
+    cos_of_block = cos[:, None, None]  # [n, 1, 1, D/2]
+    sin_of_block = sin[:, None, None]
+    turned_first = first * cos_of_block + second * sin_of_block
+    turned_second = second * cos_of_block - first * sin_of_block
+    turned = torch.cat((turned_first, turned_second), -1).to(q.dtype)  # [B, n, Hkv, G, D]
     queries = torch.einsum("bnhgd,hdr->bnhgr", turned, basis).flatten(2, 3)
-    return queries, None, None if mean is None else mean_logits(q, cos, sin, mean)
+    if mean is None:
+        return queries, None, None
+    return queries, None, mean_logits(q, cos, sin, mean)
 
 
 def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
-    """q . RoPE(mean key), which the latents of centred keys lack (ours): q [B, Hq, D] after RoPE, cos, sin
-    [n, D/2] of n places or means of such, mean [Hkv*D] -> [B, n, Hq] fp32."""
-    x, y = mean.view(-1, 1, q.shape[-1]).chunk(2, -1)  # [Hkv, 1, D/2] each
-    a, b = q.float().unflatten(1, (len(x), -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
-    return cos @ (a * x + b * y).flatten(1, 2).mT + sin @ (b * x - a * y).flatten(1, 2).mT
+    """q . RoPE(mean key), which the latents of centred keys lack (ours).
+
+    q [B, Hq, D] after RoPE; cos, sin [n, D/2] of n positions, or means over blocks of them; mean [Hkv*D]
+    -> [B, n, Hq] fp32."""
+    D = q.shape[-1]
+    mean_first, mean_second = mean.view(-1, 1, D).chunk(2, -1)  # [Hkv, 1, D/2] each
+    Hkv = len(mean_first)
+    first, second = q.float().unflatten(1, (Hkv, -1)).chunk(2, -1)  # [B, Hkv, G, D/2] each
+    times_cos = (first * mean_first + second * mean_second).flatten(1, 2)  # [B, Hq, D/2]
+    times_sin = (second * mean_first - first * mean_second).flatten(1, 2)
+    return cos @ times_cos.mT + sin @ times_sin.mT
 
 
 @jit
 def _block_queries_kernel(
     q_p,  # [B, Hkv, G, D]
     cos_p,  # [n, D / 2] fp32
-    sin_p,
+    sin_p,  # [n, D / 2] fp32
     basis_p,  # [Hkv, D, r*]
     mean_p,  # [Hkv, D] fp32
     query_p,  # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
@@ -363,75 +494,128 @@ def _block_queries_kernel(
     r_score,
     G: tl.constexpr,
     D: tl.constexpr,
-    T: tl.constexpr,  # rows of a program
+    T: tl.constexpr,  # rows (of B * n * G) of a program
     RB: tl.constexpr,  # ranks of a program
 ):
-    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each block."""
-    h, Hkv = tl.program_id(1), tl.num_programs(1)
-    pair, rank = tl.arange(0, _padded(D // 2, 16)), tl.program_id(2) * RB + tl.arange(0, RB)
+    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each block.
+
+    A program has T of the B * n * G queries of a KV head, and RB of the r* ranks."""
+    h = tl.program_id(1).to(tl.int64)
+    Hkv = tl.num_programs(1)
+
+    # This KV head's part of the basis: weights, so they are read before the wait
+    pair = tl.arange(0, _padded(D // 2, 16))
     inside = pair < D // 2
-    basis_at = basis_p + (h * D + pair[:, None]).to(tl.int64) * r_score + rank[None, :]
+    rank = tl.program_id(2) * RB + tl.arange(0, RB)
+    basis_at = basis_p + (h * D + pair[:, None]) * r_score + rank[None, :]
     basis_mask = inside[:, None] & (rank < r_score)[None, :]
-    upper = tl.load(basis_at, mask=basis_mask, other=0.0)  # weights: before the wait
-    lower = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
+    basis_first = tl.load(basis_at, mask=basis_mask, other=0.0)
+    basis_second = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
+
+    # The rotations of this program's blocks
     row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    g, b, block = row % G, row // G // n, row // G % n
+    g = row % G
+    block = row // G % n
+    b = row // G // n
     live = b < B
     mask = live[:, None] & inside[None, :]
     cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
     sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+
+    # The queries, turned back
     _wait_for_previous()
     q_at = q_p + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
     first = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
     _let_next_begin()
-    first, second = first * cos + second * sin, second * cos - first * sin
+    turned_first = first * cos + second * sin
+    turned_second = second * cos - first * sin
+
+    # What the mean key adds, once for all ranks
     out_row = ((b * n + block) * Hkv + h) * G + g
     if tl.program_id(2) == 0:
-        x = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
-        y = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
-        tl.store(offset_p + out_row, tl.sum(first * x + second * y, 1), mask=live)
-    query = tl.dot(first.to(upper.dtype), upper, input_precision="ieee")
-    query = tl.dot(second.to(upper.dtype), lower, query, input_precision="ieee")
+        mean_first = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
+        mean_second = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
+        offset = tl.sum(turned_first * mean_first + turned_second * mean_second, 1)
+        tl.store(offset_p + out_row, offset, mask=live)
+
+    query = tl.dot(turned_first.to(basis_first.dtype), basis_first, input_precision="ieee")
+    query = tl.dot(turned_second.to(basis_first.dtype), basis_second, query, input_precision="ieee")
     out_mask = live[:, None] & (rank < r_score)[None, :]
     out_at = query_p + out_row[:, None] * r_score + rank[None, :]
-    if query_scale_p is not None:  # a program has all ranks
+    if query_scale_p is not None:  # in codes: this program has all ranks
         query, low, scale = _split_queries(query)
         tl.store(query_scale_p + out_row, scale, mask=live)
         tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
     tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
 
 
-def queried(
+def empty_block_queries(
     q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of what launch_block_queries gives; not coded, there are no scales."""
-    heads, parts = (len(q), len(cos), q.shape[1]), (2,) * coded
-    queries = q.new_empty(*parts, *heads, basis.shape[1], dtype=torch.int8 if coded else q.dtype)
-    return queries, *(q.new_empty(n, *heads[1:], dtype=torch.float32) for n in (coded * len(q), len(q)))
+    """Empty tensors for what launch_block_queries gives: queries, their scales (of size 0 if they are not
+    coded), and what the mean key adds."""
+    B, Hq, _ = q.shape
+    n = len(cos)
+    r_score = basis.shape[1]
+    offset = q.new_empty(B, n, Hq, dtype=torch.float32)
+    if coded:
+        queries = q.new_empty(2, B, n, Hq, r_score, dtype=torch.int8)
+        query_scale = q.new_empty(B, n, Hq, dtype=torch.float32)
+    else:
+        queries = q.new_empty(B, n, Hq, r_score)
+        query_scale = q.new_empty(0, n, Hq, dtype=torch.float32)
+    return queries, query_scale, offset
 
 
-@operator(queried)
+@operator(empty_block_queries)
 def launch_block_queries(
     q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (B, Hq, D), (n, half), (width, r_score) = q.shape, cos.shape, basis.shape
+    """block_queries by its kernel; `coded` gives int8 codes of the queries."""
+    B, Hq, D = q.shape
+    n, half = cos.shape
+    width, r_score = basis.shape
     Hkv = width // D
     need(D == 2 * half and width == Hkv * D and Hq % Hkv == 0, "q, rotations and basis do not fit")
-    f32, given = torch.float32, {"q": (q, q.dtype, B, Hq, D), "basis": (basis, q.dtype, width, r_score)}
-    check(**given, cos=(cos, f32, n, half), sin=(sin, f32, n, half), mean=(mean, f32, width))
-    queries, query_scale, offset = queried(q, cos, sin, basis, mean, coded)
-    G, rows = Hq // Hkv, B * n * Hq // Hkv
+    check(
+        q=(q, q.dtype, B, Hq, D),
+        basis=(basis, q.dtype, width, r_score),
+        cos=(cos, torch.float32, n, half),
+        sin=(sin, torch.float32, n, half),
+        mean=(mean, torch.float32, width),
+    )
+    queries, query_scale, offset = empty_block_queries(q, cos, sin, basis, mean, coded)
+    G = Hq // Hkv
+    rows = B * n * G
+
+    # Codes need all ranks in a program, for their largest number. Else a part of the basis has 16 KB at most.
     RB = power2(r_score, 16)
     if not coded:
         RB = min(RB, 64 if q.element_size() == 4 else 128)
+    # As many rows as a tensor core's tile takes well, but at least a program for each multiprocessor
     T = min(64, power2(rows, 16))
-    if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:  # a program for each multiprocessor
+    if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
         T = max(16, T // 2)
     _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
-        q, cos, sin, basis, mean, queries, query_scale if coded else None, offset, B, n, r_score, G, D, T, RB,
-        num_warps=4, **overlapped(q.device),
-    )  # fmt: skip
+        q_p=q,
+        cos_p=cos,
+        sin_p=sin,
+        basis_p=basis,
+        mean_p=mean,
+        query_p=queries,
+        query_scale_p=query_scale if coded else None,
+        offset_p=offset,
+        B=B,
+        n=n,
+        r_score=r_score,
+        G=G,
+        D=D,
+        T=T,
+        RB=RB,
+        num_warps=4,
+        **overlapped(q.device),
+    )
     return queries, query_scale, offset
 
 
@@ -446,11 +630,13 @@ def block_queries(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
 
-    q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32 (ours: the paper scores
-    without RoPE). Gives three tensors: the products with its KV head's rows of the basis U_r* [Hkv * D, r*],
-    of q's dtype, [B, n, Hq, r*]; None; and those with its part of the mean [Hkv * D] fp32, or None,
-    [B, n, Hq] fp32. For `coded` vectors a kernel may give int8 codes of the queries, [2, B, n, Hq, r*], and
-    in the place of None their scales [B, n, Hq] fp32 (_split_queries)."""
+    q [B, Hq, D] after RoPE is turned back by each block's rotation, cos and sin [n, D/2] fp32 (ours: the
+    paper scores without RoPE). Gives three tensors:
+        queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, [B, n, Hq, r*]
+        query_scale  None
+        offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32; None without mean
+    Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the queries,
+    [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_split_queries)."""
     if not kernel or mean is None:
         return block_queries_reference(q, cos, sin, basis, mean)
     coded = coded and takes_codes(q, basis.shape[1])
@@ -805,17 +991,22 @@ def scores(
 
 def select_reference(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None) -> Tensor:
     """What select says, in PyTorch, without the recent tokens."""
-    tokens = torch.arange(scores.shape[-1], device=scores.device)
-    by_row = (-1, *[1] * (scores.ndim - 1))
-    last = (pos - z).view(by_row)  # the newest token outside of the recent ones
-    never = (tokens < x) | (tokens > last) | scores.isnan()  # topk would take NaN for the largest
-    candidates = scores.masked_fill(never, -torch.inf)
-    best, index = candidates.topk(min(y, len(tokens)), sorted=wanted is not None)
-    live = best > -torch.inf
+    S = scores.shape[-1]
+    tokens = torch.arange(S, device=scores.device)
+    one_a_row = (-1, *[1] * (scores.ndim - 1))  # [B, 1, .., 1]
+    last = (pos - z).view(one_a_row)  # the newest token outside of the recent ones
+
+    # The best of the candidates. NaN is none: topk would take it for the largest.
+    is_candidate = (tokens >= x) & (tokens <= last) & ~scores.isnan()
+    candidates = scores.masked_fill(~is_candidate, -torch.inf)
+    best, index = candidates.topk(min(y, S), sorted=wanted is not None)
+    is_chosen = best > -torch.inf
     if wanted is not None:
-        live = live & (tokens[: index.shape[-1]] < wanted.view(by_row))
+        is_chosen = is_chosen & (tokens[: index.shape[-1]] < wanted.view(one_a_row))
+    chosen = index.where(is_chosen, -1)
+
     sinks = tokens[:x].where(tokens[:x] <= last, -1).expand(*index.shape[:-1], -1)
-    return torch.cat((sinks, index.where(live, -1)), -1).int()
+    return torch.cat((sinks, chosen), -1).int()
 
 
 @jit
@@ -831,16 +1022,18 @@ def _load_keys(scores_p, j, S, x, last):
 def _reach(keys, row, left, right):
     """How many keys reach left, and how many reach right >= left. keys is a tile; None: the tiles of row."""
     if row is None:
-        counts = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
-        return counts & 65535, (counts >> 16) & 65535  # of 2**15 keys at most
+        # Both counts in one sum, the second in the upper 16 bits: a tile has 2**15 keys at most
+        both = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
+        return both & 65535, (both >> 16) & 65535
     else:
         scores_p, i, S, x, last = row
-        many, few = last * 0, last * 0
+        reach_left = last * 0
+        reach_right = last * 0
         for start in range(0, S, i.shape[0] * i.shape[1]):
             tile = _load_keys(scores_p, start + i, S, x, last)
-            many += tl.sum((tile >= left).to(tl.int32))
-            few += tl.sum((tile >= right).to(tl.int32))
-        return many, few
+            reach_left += tl.sum((tile >= left).to(tl.int32))
+            reach_right += tl.sum((tile >= right).to(tl.int32))
+        return reach_left, reach_right
 
 
 @jit
@@ -861,20 +1054,24 @@ def _threshold(keys, row, least, most):
     lo = hi - 1. If at most `most` keys are alive, lo = hi is below all of them."""
     count_lo, _ = _reach(keys, row, -2147483647, 2147483647)
     if row is None:
-        lo, hi = tl.min(tl.where(keys > -2147483648, keys, 2147483646)), tl.max(keys) + 1
+        lo = tl.min(tl.where(keys > -2147483648, keys, 2147483646))
+        hi = tl.max(keys) + 1
     else:
-        lo, hi = -2139095041, 2139095041  # the keys of infinity
+        lo = -2139095041  # the keys of minus infinity and infinity
+        hi = 2139095041
     fits = count_lo <= most
-    lo, hi = tl.where(fits, -2147483647, lo), tl.where(fits, -2147483647, hi)
+    lo = tl.where(fits, -2147483647, lo)
+    hi = tl.where(fits, -2147483647, hi)
     count_hi = tl.where(fits, count_lo, 0)
     while (count_hi < least) & (hi > lo + 1):
         left, right = _guesses(lo, hi, count_lo, count_hi, (least + most) * 0.5)
-        many, few = _reach(keys, row, left, right)
-        above_left, above_right = many > most, few > most  # is the threshold above?
-        count_hi = tl.where(above_right, count_hi, tl.where(above_left, few, many))
-        count_lo = tl.where(above_right, few, tl.where(above_left, many, count_lo))
-        hi = tl.where(above_right, hi, tl.where(above_left, right, left))
-        lo = tl.where(above_right, right, tl.where(above_left, left, lo))
+        reach_left, reach_right = _reach(keys, row, left, right)
+        is_above_left = reach_left > most  # the threshold is
+        is_above_right = reach_right > most
+        count_hi = tl.where(is_above_right, count_hi, tl.where(is_above_left, reach_right, reach_left))
+        count_lo = tl.where(is_above_right, reach_right, tl.where(is_above_left, reach_left, count_lo))
+        hi = tl.where(is_above_right, hi, tl.where(is_above_left, right, left))
+        lo = tl.where(is_above_right, right, tl.where(is_above_left, left, lo))
     return lo, hi, count_hi
 
 
@@ -930,13 +1127,16 @@ def _survivors_kernel(
     and the cut: all keys that are dropped lie below it."""
     _wait_for_previous()
     _let_next_begin()
-    b, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
     last = tl.load(pos_p + b) - z
+
     # Chunks interleave in runs of 4, so that neighbouring high scores spread over all chunks.
     i = _tile_of(N, C)
     j = ((i // 4) * chunks + chunk) * 4 + i % 4
     keys = _load_keys(scores_p + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
+
     keep = keys >= hi
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
@@ -972,11 +1172,15 @@ def _select_kernel(
     _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
     last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
-    want = y if wanted_p is None else tl.minimum(tl.load(wanted_p + b), y)
+    if wanted_p is None:
+        want = y
+    else:
+        want = tl.minimum(tl.load(wanted_p + b), y)
     scores_p += b * S
     out_p += b * (x + y)
+
+    # The candidates
     i = _tile_of(N, C)
-    done = True
     if key_p is None:
         index = i
         keys = _load_keys(scores_p, i, S, x, last)
@@ -984,26 +1188,41 @@ def _select_kernel(
         cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
         keys = tl.load(key_p + b * N + i)
         index = tl.load(index_p + b * N + i)
+
+    # The best of them
     lo, hi, total = _threshold(keys, None, want, want)
+    done = True
     if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
         done = tl.max(cut, 0) <= hi
     spare = tl.where(lo < hi, want - total, 0)
     _store_kept(out_p + x, keys, index, lo, hi, spare)
     total += spare
+
     if not done:  # the same over all tokens, tile by tile
         lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
-        spare, total = tl.where(lo < hi, want - total, 0), last * 0
+        spare = tl.where(lo < hi, want - total, 0)
+        total = last * 0
         for start in range(0, S, N):
             keys = _load_keys(scores_p, start + i, S, x, last)
             kept, ties = _store_kept(out_p + x + total, keys, start + i, lo, hi, spare)
             total += kept
             spare -= ties
-    sink, rest = tl.arange(0, XP), tl.arange(0, YP)
+
+    # The sinks, and -1 in the places that are left
+    sink = tl.arange(0, XP)
+    rest = tl.arange(0, YP)
     tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
     tl.store(out_p + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
 
 
-@operator(lambda scores, pos, x, y, z, wanted=None: pos.new_empty(len(pos), x + y))
+def empty_selection(
+    scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
+) -> Tensor:
+    """An empty tensor for what launch_select gives."""
+    return pos.new_empty(len(pos), x + y)
+
+
+@operator(empty_selection)
 def launch_select(
     scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
 ) -> Tensor:
@@ -1016,37 +1235,93 @@ def launch_select(
     B, S = scores.shape
     need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
     need(not select_passes(S, y), f"{y} of {S} tokens are more than chunks can keep: use topk")
-    i32, f32, device = torch.int32, torch.float32, scores.device
-    check(pos=(pos, i32, B), scores=(scores, f32, B, S), wanted=(wanted, i32, B))
-    empty = functools.partial(torch.empty, dtype=i32, device=device)
-    out = empty(B, x + y)
-    chunks, width, survivors = 1, power2(S, 128), (None, None, None)
-    if plan := select_chunks(S, y):
-        chunks, N, least, CAP = plan
-        width = chunks * CAP
-        survivors = (*empty(2, B, width), empty(B, chunks))
-        C, warps = select_config(N, chunk=True)
-        _survivors_kernel[chunks, B](
-            scores, pos, *survivors, S, x, z, least, chunks, N, C, CAP, num_warps=warps, **overlapped(device)
+    check(
+        pos=(pos, torch.int32, B),
+        scores=(scores, torch.float32, B, S),
+        wanted=(wanted, torch.int32, B),
+    )
+    out = pos.new_empty(B, x + y)
+    plan = select_chunks(S, y)
+    if plan is None:
+        n_chunks = 1
+        n_candidates = power2(S, 128)
+        key = index = cut = None
+    else:
+        n_chunks = plan.n_chunks
+        n_candidates = plan.n_chunks * plan.most
+        key = pos.new_empty(B, n_candidates)
+        index = pos.new_empty(B, n_candidates)
+        cut = pos.new_empty(B, n_chunks)
+        tile_rows, warps = select_config(plan.tokens, chunk=True)
+        _survivors_kernel[n_chunks, B](
+            scores_p=scores,
+            pos_p=pos,
+            key_p=key,
+            index_p=index,
+            cut_p=cut,
+            S=S,
+            x=x,
+            z=z,
+            least=plan.least,
+            chunks=n_chunks,
+            N=plan.tokens,
+            C=tile_rows,
+            CAP=plan.most,
+            num_warps=warps,
+            **overlapped(scores.device),
         )
-    C, warps = select_config(width)
+    tile_rows, warps = select_config(n_candidates)
     _select_kernel[B,](
-        scores, pos, wanted, *survivors, out, S, x, y, z, width, C, chunks, power2(x), power2(y),
-        num_warps=warps, **overlapped(device),
-    )  # fmt: skip
+        scores_p=scores,
+        pos_p=pos,
+        wanted_p=wanted,
+        key_p=key,
+        index_p=index,
+        cut_p=cut,
+        out_p=out,
+        S=S,
+        x=x,
+        y=y,
+        z=z,
+        N=n_candidates,
+        C=tile_rows,
+        CHUNKS=n_chunks,
+        XP=power2(x),
+        YP=power2(y),
+        num_warps=warps,
+        **overlapped(scores.device),
+    )
     return out
 
 
-def select_chunks(S: int, y: int) -> tuple[int, int, int, int] | None:
-    """How `select` cuts a row of scores: (chunks, tokens of a chunk, survivors at least, at most), powers of
-    two but for the third. None: one program takes it, as S is at most 4096 or chunks would keep too much."""
-    for tokens in (1024, 2048):  # more if a row is long
-        chunks = min(128, max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192))))
-        N = power2(cdiv(cdiv(S, 4), chunks) * 4)
-        part = cdiv(y, chunks)
-        least, most = part + int(3 * part**0.5) + 8, power2(part + int(6 * part**0.5) + 16)
-        if S > 4096 and most < N and max(N, chunks * most) <= 32768:
-            return chunks, N, least, most
+class SelectChunks(NamedTuple):
+    """How `select` cuts a long row of scores into chunks; all but `least` are powers of two."""
+
+    n_chunks: int
+    tokens: int  # of a chunk
+    least: int  # survivors of a chunk
+    most: int
+
+
+def select_chunks(S: int, y: int) -> SelectChunks | None:
+    """How `select` cuts a row of S scores to find the y best. None: one program takes the row whole, as S is
+    at most 4096, or chunks would keep too much."""
+    if S <= 4096:
+        return None
+    for tokens in (1024, 2048):  # more tokens a chunk where the survivors of smaller ones are too many
+        # Up to 32 chunks of so many tokens, then larger ones: up to 128 of 8192 tokens
+        n_chunks = max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192)))
+        n_chunks = min(128, n_chunks)
+        tokens_of_chunk = power2(cdiv(cdiv(S, 4), n_chunks) * 4)  # chunks interleave in runs of 4
+
+        # A chunk's part of y varies like a count of random hits, by its root: three deviations more survive
+        # at least, six at most, and a few more where the part is small.
+        part = cdiv(y, n_chunks)
+        least = part + int(3 * part**0.5) + 8
+        most = power2(part + int(6 * part**0.5) + 16)
+        # A program holds its chunk, and later all survivors, in registers: 32768 keys are 32 a thread.
+        if most < tokens_of_chunk and max(tokens_of_chunk, n_chunks * most) <= 32768:
+            return SelectChunks(n_chunks, tokens_of_chunk, least, most)
     return None
 
 
@@ -1058,7 +1333,8 @@ def select_passes(S: int, y: int) -> bool:
 def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
     """(rows of a tile of N keys, warps). A thread has one row. A chunk takes more warps: it is searched less,
     so loads weigh more."""
-    warps = max(4, min(32, N // (256 if chunk else 512)))
+    keys_a_warp = 256 if chunk else 512
+    warps = max(4, min(32, N // keys_a_warp))
     return min(N, 32 * warps), warps
 
 
@@ -1072,16 +1348,20 @@ def select(
     x + y + z] int32, -1 where there is no such token. The sinks come first, the others are not sorted.
     wanted [B]: how many of the y count; None: all."""
     x, y, z = budget
-    if kernel and y and not select_passes(scores.shape[-1], y):
-        heads = scores.shape[1:-1].numel()
-        pos_, wanted_ = (t if t is None else t.int().repeat_interleave(heads) for t in (pos, wanted))
-        index = launch_select(scores.flatten(0, -2), pos_, x, y, z, wanted_).unflatten(0, scores.shape[:-1])
+    S = scores.shape[-1]
+    if kernel and y and not select_passes(S, y):
+        heads = scores.shape[1:-1].numel()  # each selects for itself, as a row of its own
+        pos_of_head = pos.int().repeat_interleave(heads)
+        wanted_of_head = None if wanted is None else wanted.int().repeat_interleave(heads)
+        index = launch_select(scores.flatten(0, -2), pos_of_head, x, y, z, wanted_of_head)
+        index = index.unflatten(0, scores.shape[:-1])
     else:
         index = select_reference(scores, pos, x, y, z, wanted)
     if not recent:
         return index
-    last = pos.view(-1, *[1] * (index.ndim - 1)) - torch.arange(z, device=pos.device)  # [B, 1, ..., z]
-    return torch.cat((index, last.expand(*index.shape[:-1], -1)), -1)
+    one_a_row = (-1, *[1] * (index.ndim - 1))
+    newest = pos.view(one_a_row) - torch.arange(z, device=pos.device)  # [B, 1, ..., z]
+    return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
 # ------------------------------------------------------------------------------ attention over stored tokens
@@ -1427,7 +1707,7 @@ def _latent_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE
 
 def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     (logits,), (B, Hq, _) = keys, q.shape
-    shape("logits", logits, torch.float32, B, Hkv, Hq // Hkv, logits.shape[3])
+    check_shape("logits", logits, torch.float32, B, Hkv, Hq // Hkv, logits.shape[3])
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
     return (logits, *logits.stride()[:3]), (0, 0, 0), {}
 
@@ -2008,11 +2288,17 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
-    (B, Hkv, S), by_token = x.shape[:3], not x.is_contiguous()
-    rows, step_h, step_s = (x.transpose(1, 2).contiguous(), 1, Hkv) if by_token else (x, S, 1)
-    b, h = (torch.arange(n, device=x.device) for n in (B, Hkv))
-    number = b[:, None, None] * (Hkv * S) + h[:, None] * step_h + index.long() * step_s
-    return rows.flatten(0, 2).index_select(0, number.flatten()).view(*index.shape, *x.shape[3:])
+    B, Hkv, S = x.shape[:3]
+    b = torch.arange(B, device=x.device)[:, None, None]
+    h = torch.arange(Hkv, device=x.device)[:, None]
+    if x.is_contiguous():  # by head: [B, Hkv, S, ...] in memory
+        rows = x
+        number = (b * Hkv + h) * S + index.long()
+    else:  # by token: [B, S, Hkv, ...] in memory
+        rows = x.transpose(1, 2).contiguous()
+        number = (b * S + index.long()) * Hkv + h
+    gathered = rows.flatten(0, 2).index_select(0, number.flatten())
+    return gathered.view(*index.shape, *x.shape[3:])
 
 
 def fetch_rows_reference(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
@@ -2046,16 +2332,35 @@ def _fetch_kernel(
     tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
-@operator(lambda *_: None, mutates=("hot",))
+@operator(_no_result, mutates=("hot",))
 def launch_fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
-    (B, Hkv, S, W), n, slots = rows.shape, index.shape[2], hot.shape[2]
-    heads, i64 = (B, Hkv), torch.int64
+    """fetch_rows by its kernel."""
+    B, Hkv, S, W = rows.shape
+    n = index.shape[2]
+    slots = hot.shape[2]
     check(
-        index=(index, i64, *heads, n), place=(place, i64, *heads, n), miss=(miss, torch.bool, *heads, n),
-        rows=(rows, rows.dtype, *heads, S, W), hot=(hot, rows.dtype, *heads, slots, W),
-    )  # fmt: skip
-    if n:  # 16 rows a program
-        _fetch_kernel[B * Hkv, cdiv(n, 16)](rows, index, place, miss, hot, S, n, slots, W, 16, num_warps=4)
+        index=(index, torch.int64, B, Hkv, n),
+        place=(place, torch.int64, B, Hkv, n),
+        miss=(miss, torch.bool, B, Hkv, n),
+        rows=(rows, rows.dtype, B, Hkv, S, W),
+        hot=(hot, rows.dtype, B, Hkv, slots, W),
+    )
+    if n == 0:
+        return
+    rows_of_program = 16  # enough that a program has many loads from the bus in flight
+    _fetch_kernel[B * Hkv, cdiv(n, rows_of_program)](
+        rows_p=rows,
+        index_p=index,
+        place_p=place,
+        miss_p=miss,
+        hot_p=hot,
+        S=S,
+        n=n,
+        slots=slots,
+        W=W,
+        ROWS=rows_of_program,
+        num_warps=4,
+    )
 
 
 def fetch_rows(
@@ -2065,7 +2370,10 @@ def fetch_rows(
 
     rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
     [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are distinct."""
-    (launch_fetch_rows if kernel else fetch_rows_reference)(rows, index, place, miss, hot)
+    if kernel:
+        launch_fetch_rows(rows, index, place, miss, hot)
+    else:
+        fetch_rows_reference(rows, index, place, miss, hot)
 
 
 # ------------------------------------------------------------------------------------------ weights in int8
