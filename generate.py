@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 
 # Threads that wait for another one soon give up their core: on a busy machine that one may have none. GNU's
 # OpenMP reads this when torch is imported. A user's own setting wins.
@@ -118,6 +119,20 @@ def clock(device: torch.device) -> float:
     return time.time()
 
 
+def import_hopper(device: torch.device) -> ModuleType | None:
+    """extras/hopper.py, which registers its faster functions with kernels.py; None if the device is no Hopper
+    GPU, or there is no such file."""
+    if kernels.nvidia_generation(device) != 9:
+        return None
+    try:
+        import extras.hopper as hopper
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", "extras.hopper"):  # a broken one says what it lacks
+            raise
+        return None
+    return hopper
+
+
 class Engine:
     """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
 
@@ -133,8 +148,8 @@ class Engine:
         self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
         self.logits = context.zeros(model.config.vocab_size)  # of the last step
         started = time.time()
-        # extras/hopper.py may have a decode step of its own, with the same logits.
-        hopper = kernels.hopper(context.device) if context.kernel else None
+        hopper = import_hopper(context.device) if context.kernel else None
+        # Its decode step makes the same logits.
         chained = hopper and hopper.chained_decode(model, context.batch_size)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.

@@ -28,11 +28,10 @@ that one CUDA graph serves every length.
 """
 
 import functools
-import importlib
 import itertools
 import math
-from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -1781,20 +1780,9 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     return out
 
 
-def extra(name: str) -> ModuleType | None:
-    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise
-        return None
-
-
-@functools.lru_cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, on GPUs of compute capability 9."""
-    return extra("hopper") if nvidia_generation(device) == 9 else None
+# Another function that attends, which launch_attend asks first: it returns None where it is not faster.
+# extras/hopper.py sets it when it is imported.
+faster_attend: Callable[..., Tensor | None] | None = None
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
@@ -1843,9 +1831,8 @@ def launch_attend(
     step, entry = (0, None) if index is None else (index.stride(0), index[0])
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     check(pos=(pos, torch.int32, B), **given, **exact)
-    if faster := hopper(q.device):
-        stores = key_stores, value_stores
-        made = faster.attend(q, kind, keys, values, bits, pos, index, window, scale, *stores)
+    if faster_attend is not None:
+        made = faster_attend(q, kind, keys, values, bits, pos, index, window, scale, key_stores, value_stores)
         if made is not None:
             return made
     programs = max(Hkv, sets)  # of a row and split

@@ -2292,7 +2292,8 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
 @pytest.fixture(autouse=True)
 def without_hopper(monkeypatch):
     """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its own."""
-    monkeypatch.setattr(kernels, "hopper", lambda device: None)
+    monkeypatch.setattr(generate, "import_hopper", lambda device: None)
+    monkeypatch.setattr(kernels, "faster_attend", None)
 
 
 # ---- codes of a token, queries of blocks, scores
@@ -2884,7 +2885,6 @@ def run_for_hopper(*programs, capability=90):
             get_current_stream = staticmethod(lambda device: 0)
         driver.set_active(Hopper())
         kernels.nvidia_generation = lambda device: {capability} // 10
-        kernels.hopper = lambda device: None
         compiled = []
         class Compile:
             def __init__(self, name, module=kernels):

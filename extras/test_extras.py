@@ -1143,23 +1143,53 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
 @pytest.fixture
 def hopper(monkeypatch):
     """extras/hopper.py, in use whatever the GPU."""
+    monkeypatch.setattr(kernels, "faster_attend", None)  # as it will be again
     module = pytest.importorskip("extras.hopper")
-    monkeypatch.setattr(kernels, "hopper", lambda device: module)
+    monkeypatch.setattr(kernels, "faster_attend", module.attend)
+    monkeypatch.setattr(generate, "import_hopper", lambda device: module)
     return module
 
 
-def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch):
+def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
+    """Once it is imported, kernels.py asks it first. One that is there and broken says what it lacks."""
+
     def found(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-        return kernels.hopper.__wrapped__(torch.device("cuda"))
+        return generate.import_hopper(torch.device("cuda"))
 
-    assert found(8) is found(10) is None and found(9) is pytest.importorskip("extras.hopper")
+    monkeypatch.setattr(sys.modules["extras"], "hopper", pytest.importorskip("extras.hopper"))
+    monkeypatch.setattr(kernels, "faster_attend", None)
+    monkeypatch.delitem(sys.modules, "extras.hopper")
+    assert found(8) is found(10) is kernels.faster_attend is None
+    with monkeypatch.context() as patch:
+        # PyTorch's operators cannot be registered twice.
+        patch.setattr(kernels, "operator", lambda *_, **__: lambda function: function)
+        module = found(9)
+    assert module.__name__ == "extras.hopper" and kernels.faster_attend is module.attend
     monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
     assert found(9) is None
-    broken = mock.Mock(side_effect=ModuleNotFoundError("No module named 'nosuch'", name="nosuch"))
-    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    monkeypatch.delitem(sys.modules, "extras.hopper")
+    (tmp_path / "hopper.py").write_text("import nosuch")
+    monkeypatch.setattr(sys.modules["extras"], "__path__", [str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
         found(9)
+
+
+def test_an_engine_with_kernels_asks_for_hopper(monkeypatch):
+    asked = mock.Mock(return_value=None)
+    monkeypatch.setattr(generate, "import_hopper", asked)
+    make_engine(tiny_model(), "dense", 1, 40, kernel=False)
+    assert not asked.called
+    make_engine(tiny_model(), "dense", 1, 40, kernel=True)
+    assert asked.called
+
+
+def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch):
+    given, truth = attend_case(torch.float32, "plain", "all", 1, 40, 2, 2, 32, 32, 16, 0, (39,))
+    other_result = torch.full_like(kernels.launch_attend(*given), 7)
+    for made, expected in ((None, truth), (other_result, other_result)):
+        monkeypatch.setattr(kernels, "faster_attend", lambda *_, made=made: made)
+        assert error(kernels.launch_attend(*given), expected) < 1e-5
 
 
 @needs_hopper
@@ -1632,7 +1662,6 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
     torch.save([arguments(*case) for case in cases], tmp_path / "calls")
     program = f"""
         import extras.hopper as hopper
-        kernels.hopper = lambda device: hopper
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
             multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
             shared_memory_per_multiprocessor=228 << 10)

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress import Artifact, Cache, Context, cache_bytes, load_artifact, method_named, settings_from
-from generate import check_capacity, check_memory
+from generate import check_capacity, check_memory, import_hopper
 from model import Llama, ModelConfig, UserError, find_weights, fingerprint, weight_files, weight_slots
 
 
@@ -149,6 +149,8 @@ def compress(
             slot.copy_(weights.pop(name))
         layer.self_attn = None  # its memory becomes free
     context = Context(model, batch_size, capacity)
+    if context.kernel:
+        import_hopper(context.device)
     cache = CompressedCache(context, method_named(method).build(model, chosen, context, artifact))
     for layer, ours, own in zip(inner.layers, model.layers, cache.layers, strict=True):
         layer.self_attn = CompressedAttention(ours.attention, own, cache)
