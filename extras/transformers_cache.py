@@ -13,7 +13,6 @@ padding enters no cache; its attention is zero.
 
 import functools
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -88,19 +87,15 @@ class CompressedAttention(nn.Module):
         self.attention, self.shared = attention, shared
         self.extend, self.decode = cache.extend, cache.decode  # a module in it would be the model's
 
-    def attend(self, x: Tensor, attend: Callable) -> Tensor:
-        # Its forward would sum over processes: here each has a model of its own.
-        return self.attention.wo(self.attention.attended(self.attention.wqkv(x), attend))
-
     def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
         state, out = self.shared, torch.zeros_like(hidden_states)
         if state.is_step:  # of all rows of the caches
             x = F.pad(hidden_states[:, 0], (0, 0, 0, len(state.pos) - len(out)))
-            return self.attend(x, partial(self.decode, state.pos))[: len(out), None], None
+            return self.attention(x, partial(self.decode, state.pos))[: len(out), None], None
         for row, (start, n) in enumerate(zip(state.lengths, state.new, strict=True)):
             if n:
                 extend = partial(self.extend, row, slice(start, start + n))
-                out[row, -n:] = self.attend(hidden_states[row, -n:], extend)
+                out[row, -n:] = self.attention(hidden_states[row, -n:], extend)
         return out, None
 
 
