@@ -34,6 +34,7 @@ from pkgutil import resolve_name
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +44,7 @@ import compress
 import model as model_file
 from compress import Cache, Context, load_artifact, method_named, replacing, save_artifact, settings_from
 from generate import Engine, Parser, Progress, Sampling, fraction, load, positive, whole
-from model import Llama, ModelConfig, UserError, apply_rope, gathered, load_tokenizer, ranks, rope_tables
+from model import Llama, ModelConfig, UserError, apply_rope, load_tokenizer, rope_tables
 
 # -------------------------------------------------------------------------------------------- texts and files
 
@@ -1080,6 +1081,21 @@ class Watched:
         return {name: total / steps for name, total in zip(self.NAMES, sums, strict=True) if steps}
 
 
+def ranks() -> tuple[int, int]:
+    """This process's rank and how many ranks there are: 0 and 1 unless torchrun started several."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gathered(value) -> list:
+    """What every rank gives as `value`, by rank; on all ranks."""
+    values = [value] * ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
 BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
@@ -1501,7 +1517,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def run() -> None:
     args = parse_args(sys.argv[1:])
-    if ranks()[1] > 1 and args.run is not run_eval:
+    if generate.is_one_of_several_processes() and args.run is not run_eval:
         raise UserError("of these commands only eval takes torchrun; start the others with python")
     figures = args.run(args)
     if figures and args.json:

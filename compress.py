@@ -39,7 +39,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import kernels
-import model as model_file
 from kernels import (
     LEVELS_APART,
     as_fp16,
@@ -53,7 +52,7 @@ from kernels import (
     token_logits,
     unpack,
 )
-from model import Attention, Linear, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
+from model import Attention, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 VARIANTS = ("ours", "paper")
 
@@ -117,9 +116,9 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
 
-def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Linear:
+def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> nn.Linear:
     """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: as they are)."""
-    layer = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
     layer.bias = bias if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)
     return layer
@@ -358,7 +357,7 @@ class Int8Store(TokenStore):
         return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = model_file.quantize_int8(x)
+        codes, scale = kernels.quantize_int8(x)
         return codes, scale[..., 0]
 
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
@@ -885,7 +884,7 @@ def trailing_gain(values: Tensor, lead: int, r: int) -> Tensor:
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE pair."""
-    codes, scale = model_file.quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
+    codes, scale = kernels.quantize_int8(basis.unflatten(1, (2, -1)), (1, 3))  # [Hkv, 2, D/2, r]
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
@@ -1112,20 +1111,6 @@ def sals_tensors(c: ModelConfig) -> Stored:
     return dict.fromkeys(rows, (float, c.n_layers, c.kv_dim)) | dict.fromkeys(bases, (float, c.kv_dim, None))
 
 
-def sals_local(artifact: Artifact, model: Llama) -> None:
-    """Replaces each U by one of this process's heads alone (ours): U_h diag(eigenvalues) U_h^T, of the rows
-    U_h of these heads, is their block of the covariance. Its eigenvectors are U_h's left singular vectors."""
-    c = model.config
-    for i, metric in itertools.product(range(c.n_layers), ("query", "key")):
-        own = model_file.local_part(artifact[name := f"{i}.{metric}_basis"], (c.kv_dim, None)).double()
-        values = artifact[f"{metric}_eigenvalues"][i]  # of all heads, then of these
-        roots = values[: own.shape[1]].double().clamp(min=0).sqrt()
-        U, singular, _ = torch.linalg.svd(own * roots, full_matrices=False)
-        artifact[name], values[: len(singular)] = U.float(), singular.square()
-    for name in ("query_eigenvalues", "key_eigenvalues"):
-        artifact[name] = artifact[name][:, : c.kv_dim].contiguous()
-
-
 # ---------------------------------------------------------------------------------------------------- EliteKV
 
 
@@ -1199,7 +1184,7 @@ class EliteAttention(nn.Module):
     [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [He, D/2]: He is Hkv, or 1 where heads
     share an elite key. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r key and D value rows."""
 
-    def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: Linear, up: Linear, wo: Linear):
+    def __init__(self, c: ModelConfig, order: Tensor, r: int, wqkv: nn.Linear, up: nn.Linear, wo: nn.Linear):
         super().__init__()
         self.config, self.order, self.r = c, order, r
         self.pairs = order[:, :r].sort(-1).values  # [He, r]
@@ -1316,12 +1301,6 @@ def elite_tensors(c: ModelConfig) -> Stored:
         return sizes | {"elite": order, "contribution": order}
     # An uptrained checkpoint's pairs are fixed: one order a head, or one where the heads share an elite key.
     return sizes | {"elite": (int, c.n_layers, None, c.head_dim // 2)}
-
-
-def elite_local(artifact: Artifact, model: Llama) -> None:
-    """Each process has a latent of its own heads, made of its weights (ours)."""
-    shards = model.whole.n_kv_heads // model.config.n_kv_heads
-    artifact["d_ckv"] = (artifact["d_ckv"] // shards).clamp(min=1)
 
 
 def random_elitekv(c: ModelConfig) -> Artifact:
@@ -2040,7 +2019,7 @@ def artifact_path(folder: Path, method: str) -> Path:
 
 def model_identity(model: Llama) -> dict[str, str]:
     """What an artifact must agree on with the model: its shape and the fingerprint of its weights."""
-    c = model.whole
+    c = model.config
     shape = f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}"
     return {"shape": shape, "fingerprint": model.fingerprint}
 
@@ -2063,10 +2042,9 @@ def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dic
 
 
 def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Artifact:
-    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU; of several processes,
-    each has the part of its KV heads. For a config (random weights): random_artifact. {} of a method that is
-    not fitted. Raises UserError where there is none, or one of another model, or where the checkpoint cannot
-    run by this method."""
+    """What `calibrate.py fit` stored for this method beside the checkpoint, on the CPU. For a config (random
+    weights): random_artifact. {} of a method that is not fitted. Raises UserError where there is none, or one
+    of another model, or where the checkpoint cannot run by this method."""
     if isinstance(source, ModelConfig):
         return random_artifact(method, model.config)
     row = method_named(method)
@@ -2078,14 +2056,16 @@ def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Arti
     command = f"python calibrate.py fit --checkpoint {source} --method {row.artifact}"
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
-    _, tensors = read_tensors(path, model_identity(model), f"make it again: {command}")
-    for name, stored in row.tensors(model.whole).items():
+    return read_artifact(path, row, model, f"make it again: {command}")
+
+
+def read_artifact(path: Path, row: "Method", model: Llama, remedy: str) -> Artifact:
+    """The tensors of a method's artifact in a file. Raises UserError, with the remedy, where the file is
+    damaged, is of another model, or lacks what the method needs of this model."""
+    _, tensors = read_tensors(path, model_identity(model), remedy)
+    for name, stored in row.tensors(model.config).items():
         if fault := artifact_fault(tensors.get(name), *stored):
-            raise UserError(f"{path}: {name} {fault}; make it again: {command}")
-    if row.local and model.config.n_kv_heads < model.whole.n_kv_heads:
-        row.local(tensors, model)
-    for name, (_, *shape) in row.tensors(model.config).items():
-        tensors[name] = model_file.local_part(tensors[name], shape)
+            raise UserError(f"{path}: {name} {fault}; {remedy}")
     return tensors
 
 
@@ -2162,9 +2142,7 @@ class Method:
         fit      the function, as "module:fit_NAME", found when asked for; NAME.safetensors is the artifact
         tensors  those of the artifact; random: of random_artifact those that are not numbers near 1
         fold     (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
-                 into weights, maybe on the meta device
-        local    (artifact, model): makes of all heads' numbers those of this process's heads, where these
-                 are not their part"""
+                 into weights, maybe on the meta device"""
 
     settings: type
     caches: Callable[..., list[Cache]]
@@ -2172,7 +2150,6 @@ class Method:
     tensors: Callable[[ModelConfig], Stored] | None = None
     random: Callable[[ModelConfig], Artifact] | None = None
     fold: Callable[..., Attention] | None = None
-    local: Callable[[Artifact, Llama], None] | None = None
     paper: dict = field(default_factory=dict)
 
     @property
@@ -2188,7 +2165,7 @@ class Method:
 
     def build(self, model: Llama, settings: object, context: Context, artifact: Artifact) -> list[Cache]:
         """The caches of all layers; it changes the model's weights where the method folds something."""
-        if model.output.weight.dtype != torch.int8:  # else it was done before the weights became int8
+        if not model.is_folded:
             self.fold_all(model, settings, artifact)
         return self.caches(model, settings, context, artifact)
 
@@ -2199,10 +2176,8 @@ SALS = "calibrate:fit_sals", sals_tensors
 ELITE = "calibrate:fit_elitekv", elite_tensors
 METHODS = {
     "dense": Method(DenseSettings, each_layer(lambda context, _: DenseCache(context))),
-    "sals": Method(SalsSettings, sals_caches, *SALS, fold=fold_sals, local=sals_local, paper=SALS_PAPER),
-    "elitekv": Method(
-        EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv, elite_local
-    ),
+    "sals": Method(SalsSettings, sals_caches, *SALS, fold=fold_sals, paper=SALS_PAPER),
+    "elitekv": Method(EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), fold=fold_kv_bits, paper={"mode": "paper"}),
     "fdc": Method(
@@ -2215,8 +2190,13 @@ METHODS = {
 
 def extra_methods() -> dict[str, Method]:
     """The table of extras/baselines.py; empty where that file is not there."""
-    baselines = kernels.extra("baselines")
-    return baselines.METHODS if baselines else {}
+    try:
+        import extras.baselines as baselines  # only now: it imports this file
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", "extras.baselines"):  # a broken one says what it lacks
+            raise
+        return {}
+    return baselines.METHODS
 
 
 def method_names() -> list[str]:

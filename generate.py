@@ -10,6 +10,7 @@ Text goes to stdout, the report to stderr; --json adds the report as one JSON ob
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import platform
@@ -20,11 +21,12 @@ import time
 import timeit
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 
 # Threads that wait for another one soon give up their core: on a busy machine that one may have none. GNU's
 # OpenMP reads this when torch is imported. A user's own setting wins.
@@ -32,19 +34,17 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 import compress
 import kernels
 import model as model_file
 from compress import Cache, Context, cache_bytes, dense_bytes, load_artifact, method_named, settings_from
-from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, gathered, human, ranks
+from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, human
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -118,6 +118,20 @@ def clock(device: torch.device) -> float:
     return time.time()
 
 
+def import_hopper(device: torch.device) -> ModuleType | None:
+    """extras/hopper.py, which registers its faster functions with kernels.py; None if the device is no Hopper
+    GPU, or there is no such file."""
+    if kernels.nvidia_generation(device) != 9:
+        return None
+    try:
+        import extras.hopper as hopper
+    except ModuleNotFoundError as error:
+        if error.name not in ("extras", "extras.hopper"):  # a broken one says what it lacks
+            raise
+        return None
+    return hopper
+
+
 class Engine:
     """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
 
@@ -133,8 +147,8 @@ class Engine:
         self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
         self.logits = context.zeros(model.config.vocab_size)  # of the last step
         started = time.time()
-        # extras/hopper.py may have a decode step of its own, with the same logits.
-        hopper = kernels.hopper(context.device) if context.kernel else None
+        hopper = import_hopper(context.device) if context.kernel else None
+        # Its decode step makes the same logits.
         chained = hopper and hopper.chained_decode(model, context.batch_size)
         self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
         # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
@@ -161,10 +175,8 @@ class Engine:
         self.pos += 1
 
     def _sample(self) -> None:
-        """Replaces `tokens` by the next ones: on every rank those that rank 0 draws."""
+        """Replaces `tokens` by the next ones."""
         self.tokens.copy_(self.sampling(self.logits))
-        if ranks()[1] > 1:
-            dist.broadcast(self.tokens, 0)
 
     def _capture(self) -> Callable[[], None]:
         """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
@@ -332,14 +344,9 @@ def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
 
 
 def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
-    """device: cpu or cuda, where each of several processes has a GPU of its own. dtype: as in --dtype."""
+    """device: cpu or cuda. dtype: as in --dtype."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
-    if device == "cuda" and ranks()[1] > 1:
-        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= count:
-            raise UserError(f"each process needs a GPU of its own; use --nproc_per_node {count}")
-        torch.cuda.set_device(local)
     return torch.device(device), DTYPES.get(dtype, DTYPES["bf16" if device == "cuda" else "fp32"])
 
 
@@ -350,15 +357,25 @@ def load(
     """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
 
     weights: None for the dtype's, or "int8", after which the model serves this method alone."""
-    artifact, fold_all = lru_cache(partial(load_artifact, source, method)), method_named(method).fold_all
-    place, settings = device_and_dtype(device, dtype), settings_from(method, options or {})
-    fold = weights and (lambda model, i: fold_all(model, settings, artifact(model), [i]))
+    row = method_named(method)
+    place = device_and_dtype(device, dtype)
+    settings = settings_from(method, options or {})
+    build = model_file.build
+    if weights == "int8":
+        from extras import int8
+
+        artifact_of = lru_cache(partial(load_artifact, source, method))  # read once for all layers
+
+        def fold(model: Llama, i: int) -> None:
+            row.fold_all(model, settings, artifact_of(model), [i])
+
+        build = partial(int8.build, fold=fold)
     if isinstance(source, ModelConfig):
         config = replace(source, max_positions=1 << 20)
-        return model_file.random_model(config, *place, seed, fold), None
+        return model_file.random_model(config, *place, seed, build), None
     if not source.is_dir():
         raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
-    return model_file.load_model(source, *place, fold), model_file.load_tokenizer(source)
+    return model_file.load_model(source, *place, build), model_file.load_tokenizer(source)
 
 
 def plan_caches(model: Llama, method: str, settings, artifact: dict, capacity: int) -> list[Cache]:
@@ -601,17 +618,15 @@ class LLM:
             self.told[other] = self.told[row]
 
     def held(self) -> dict[str, float]:
-        """Of all rows: tokens held; their bytes in all memory, of all ranks; these as a share of dense's."""
+        """Of all rows: tokens held; their bytes in all memory; these as a share of dense's."""
         lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
         parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths) if n)
         size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
         dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.capacity)
-        return {"tokens": tokens, "bytes": sum(gathered(size)), "share": size / max(1, dense)}
+        return {"tokens": tokens, "bytes": size, "share": size / max(1, dense)}
 
     def identity(self) -> dict[str, str]:
-        """What a saved cache must agree on with this one. UserError for several processes."""
-        if ranks()[1] > 1:
-            raise UserError("a cache is saved and loaded by one process; leave out torchrun")
+        """What a saved cache must agree on with this one."""
         own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
         own["dtype"] = str(self.model.norm.weight.dtype)
         if isinstance(self.source, Path) and (name := method_named(self.method).artifact):
@@ -653,21 +668,20 @@ class LLM:
         return self.begun(started)
 
     def report(self, output: Output) -> dict:
-        """The run in figures: counts are per row, bytes are those of all ranks, each rank's under "ranks"."""
+        """The run in figures: counts are per row, bytes are this process's."""
         context, model, caches = self.engine.context, self.model, self.engine.caches
         new_tokens, dtype = [*map(len, output.token_ids)], str(context.dtype).removeprefix("torch.")
         lengths = [*map(sum, zip(output.prompt_tokens, new_tokens, strict=True))]
         table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
         per_step = output.decode_s / max(1, output.steps)
         rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
-        local = {
+        sizes = {
             **cache_bytes(caches),
             "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
             "weights_bytes": weights,
             "peak_memory_bytes": peak_memory(context.device),
         }
-        by_rank = gathered(local)
-        read = local["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
+        read = sizes["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
         movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
         shapes = (name for name, shape in model_file.SHAPES.items() if shape is self.source)
         return {
@@ -685,11 +699,10 @@ class LLM:
             "prefill_s": round(output.prefill_s, 4),
             "first_token_s": round(output.first_token_s, 4),
             "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
-            **{name: sum(each[name] for each in by_rank) for name in local},
-            "ranks": by_rank,
+            **sizes,
             "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
             "cache_tokens": context.batch_size * context.capacity,
-            "cache_share": round(local["cache_bytes_measured"] / local["cache_bytes_dense"], 4),
+            "cache_share": round(sizes["cache_bytes_measured"] / sizes["cache_bytes_dense"], 4),
             "bandwidth_share": round(read / movable, 4) if movable else None,
             "capture_s": round(self.engine.capture_s, 3),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -840,11 +853,6 @@ def read_text(path: Path, errors: str = "strict") -> str:
         raise UserError(f"{path}: not UTF-8 text; convert it first ({error})") from None
 
 
-def first_reads(read: Callable[[], str]) -> str:
-    """What read() gives on rank 0, for all ranks: they have one stdin."""
-    return gathered(None if ranks()[0] else read())[0]
-
-
 def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
     texts, asks, prompts, config = args.prompt, args.ask, [], llm.model.config
@@ -860,7 +868,7 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
             prompts.append([rng.randrange(3, config.vocab_size) for _ in range(count)])
             continue
         if text == "-":
-            text = first_reads(partial(sys.stdin.read, LONGEST_PROMPT + 1))  # it may have no end
+            text = sys.stdin.read(LONGEST_PROMPT + 1)  # it may have no end
         elif text.startswith("@"):
             text = read_text(Path(text[1:]))
         if not 0 < len(text) <= LONGEST_PROMPT:
@@ -939,7 +947,7 @@ def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
     if len(llm.told) > 1:
         raise UserError(f"{args.load_cache} has {len(llm.told)} rows; --interactive goes on with one alone")
     dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    while line := first_reads(lambda: print("> ", end="", flush=True) or sys.stdin.readline()):
+    while line := (print("> ", end="", flush=True) or sys.stdin.readline()):
         if line := line.rstrip("\n"):
             for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
                 print(piece, end="", flush=True)
@@ -952,52 +960,30 @@ def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
         llm.save(args.save_cache)
 
 
-def leave(code: int, line: str) -> None:
-    """Ends the process with a line on stderr, of characters that move no terminal. One of several ends at
-    once: Python's own end may wait for the others."""
-    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
-    if ranks()[1] > 1:
-        os._exit(code)
-    sys.exit(code)
-
-
-@contextmanager
-def joined_ranks() -> Iterator[None]:
-    """Around a command: joins the processes that torchrun started. Only rank 0 speaks; the first rank that
-    fails says why and ends, and the others end without a word."""
-    if not (dist.is_available() and dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"):
-        yield
-        return
-    store, rank, n = next(rendezvous("env://"))
-    # Gloo for what is on the CPU. The timeout is long because ranks may wait for a user who types; they need
-    # none for one that failed.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=n, timeout=timedelta(days=1))
-    stderr = sys.stderr
-    if rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    try:
-        yield
-    except Exception:
-        if store.add("failed", 1) > 1:
-            os._exit(2)
-        sys.stderr = stderr
-        raise
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
-
-
 def run_command(run: Callable[[], None]) -> None:
-    """Runs a command; the user's mistakes end in one line on stderr and exit code 2."""
-    as_files, known = {"encoding": "utf-8-sig", "newline": None}, {"errors": "replace"}
-    for name, mode, how in (("stdin", "r", as_files), ("stdout", "w", known), ("stderr", "w", known)):
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))  # None: it is closed
-        with suppress(AttributeError):  # a terminal may know fewer characters than a model
-            getattr(sys, name).reconfigure(**how)
+    """Runs a command, in each process where torchrun has started several. What a user gets wrong ends in one
+    line on stderr and exit code 2."""
+    if is_one_of_several_processes():
+        from extras import parallel
+
+        parallel.run_together(run)  # ends the process
+    run_alone(run)
+
+
+def is_one_of_several_processes() -> bool:
+    """Did torchrun start this process, and others with it?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+
+
+def run_alone(run: Callable[[], None]) -> None:
+    """Runs a command in this process."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)  # as files are read
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may know fewer characters than a model
     try:
-        with joined_ranks():
-            run()
+        run()
     except UserError as error:
         leave(2, f"error: {error}")
     except UnicodeError as error:
@@ -1017,9 +1003,16 @@ def run_command(run: Callable[[], None]) -> None:
         leave(130, "interrupted")
 
 
+def leave(code: int, line: str) -> None:
+    """Ends the process with a line on stderr, of characters that move no terminal."""
+    print("".join(c if c.isprintable() else "?" for c in line), file=sys.stderr)
+    sys.exit(code)
+
+
 def main() -> None:
     run_command(lambda: run_generate(parse_args(sys.argv[1:])))
 
 
 if __name__ == "__main__":
+    sys.modules["generate"] = sys.modules["__main__"]  # an extra that imports generate gets this one
     main()

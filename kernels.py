@@ -11,12 +11,10 @@
                             attend_latent  attends latents that all heads share              EliteKV
                             attend_ragged  attends heads of unequal rank                     FDC
     rows out of host memory fetch_rows     copies them to slots on the GPU                   LRQK
-    weights in int8         linear_int8    multiplies them                                   --weights int8
 
 A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
 truth that tests hold it to: NAME_reference, for append the stores, for other ways to attend a few lines.
-attend_ragged takes the kernel where its store has a table for it, linear_int8 on CUDA, where triton is
-installed. launch_NAME checks and launches.
+attend_ragged takes the kernel where its store has a table for it. launch_NAME checks and launches.
 
 To copy an operation, copy the header, which ends at the first block, and the operation's block (with
 attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of them to their
@@ -28,11 +26,10 @@ that one CUDA graph serves every length.
 """
 
 import functools
-import importlib
 import itertools
 import math
-from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -259,6 +256,12 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     level = 2 * codes - top
     scale = x.square().sum(-1) / (x * level).sum(-1).clamp(min=1e-8)
     return pack(codes, bits), as_fp16(scale)
+
+
+def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes * scale."""
+    scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(dtype)
+    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -2061,20 +2064,9 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     return out
 
 
-def extra(name: str) -> ModuleType | None:
-    """extras/NAME.py, or None where there is no such file. One that is there and broken raises its error."""
-    try:
-        return importlib.import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise
-        return None
-
-
-@functools.lru_cache
-def hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, on GPUs of compute capability 9."""
-    return extra("hopper") if nvidia_generation(device) == 9 else None
+# Another function that attends, which launch_attend asks first: it returns None where it is not faster.
+# extras/hopper.py sets it when it is imported.
+faster_attend: Callable[..., Tensor | None] | None = None
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
@@ -2123,9 +2115,8 @@ def launch_attend(
     step, entry = (0, None) if index is None else (index.stride(0), index[0])
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     check(pos=(pos, torch.int32, B), **given, **exact)
-    if faster := hopper(q.device):
-        stores = key_stores, value_stores
-        made = faster.attend(q, kind, keys, values, bits, pos, index, window, scale, *stores)
+    if faster_attend is not None:
+        made = faster_attend(q, kind, keys, values, bits, pos, index, window, scale, key_stores, value_stores)
         if made is not None:
             return made
     programs = max(Hkv, sets)  # of a row and split
@@ -2374,112 +2365,3 @@ def fetch_rows(
         launch_fetch_rows(rows, index, place, miss, hot)
     else:
         fetch_rows_reference(rows, index, place, miss, hot)
-
-
-# ------------------------------------------------------------------------------------------ weights in int8
-
-
-def linear_int8_reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """What linear_int8 says, in PyTorch.
-
-    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
-    where there may be no instructions for bf16. PyTorch's product of these reads 16 codes at a time."""
-    if x.device.type != "cpu":
-        return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
-    rows = x.flatten(0, -2).bfloat16()
-    if codes.shape[1] % 16 or len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        y = F.linear(rows, codes.bfloat16()) * scale
-    else:
-        y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
-    y = y.view(*x.shape[:-1], -1).to(x.dtype)
-    return y if bias is None else y + bias
-
-
-LINEAR_ROWS = 64  # at most so many rows read the codes; more are worth a weight in their own dtype
-
-
-def linear_config(M: int, N: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(rows, outputs and inputs of a tile, tiles in flight). Where outputs are many, larger tiles come in
-    fewer waves."""
-    if M == 1:
-        return 1, 8, 1024, 3
-    MP, BK = min(power2(M, 16), 32), 512 // itemsize
-    return (MP, 64, BK, 3) if N > 8192 else (MP, 32, BK, 5 if MP == 16 else 3)
-
-
-@jit
-def _linear_kernel(
-    x_p,  # [M, K]
-    codes_p,  # [N, K] int8
-    scale_p,  # [N] bf16
-    bias_p,  # [N], or None
-    out_p,  # [M, N]
-    M,
-    N,
-    K,
-    MP: tl.constexpr,  # rows of a program
-    BN: tl.constexpr,  # outputs of a program
-    BK: tl.constexpr,  # inputs of a tile
-    EVEN: tl.constexpr,  # is K whole tiles?
-    STAGES: tl.constexpr,  # tiles in flight
-):
-    """out = x (codes * scale)^T + bias. The programs of the same outputs lie side by side."""
-    m = tl.program_id(0) * MP + tl.arange(0, MP)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    x_at = x_p + m.to(tl.int64)[:, None] * K
-    codes_at = codes_p + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
-    _wait_for_previous()
-    out = tl.zeros([MP, BN] if MP > 1 else [BN, BK], tl.float32)
-    for first in tl.range(0, K, BK, num_stages=STAGES):
-        k = first + tl.arange(0, BK)[None, :]
-        inside = (k < K) | EVEN
-        x = tl.load(x_at + k, mask=(m < M)[:, None] & inside, other=0.0)
-        codes = tl.load(codes_at + k, mask=inside, other=0)
-        if MP > 1:
-            out = tl.dot(x, tl.trans(codes.to(x.dtype)), out, input_precision="ieee")
-        else:  # one row is faster without tensor cores
-            out += codes.to(tl.float32) * x.to(tl.float32)
-    if MP == 1:
-        out = tl.sum(out, 1)[None, :]
-    _let_next_begin()
-    out *= tl.load(scale_p + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if bias_p is not None:
-        out += tl.load(bias_p + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = out_p + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, out.to(out_p.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@jit
-def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
-    """weight [N, K] = codes [N, K] * scale [N]."""
-    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
-    codes = tl.load(codes_p + n * K + k, mask=k < K, other=0)
-    weight = codes.to(tl.float32) * tl.load(scale_p + n).to(tl.float32)
-    tl.store(weight_p + n * K + k, weight.to(weight_p.dtype.element_ty), mask=k < K)
-
-
-@operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
-def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N]."""
-    (M, K), N = x.shape, len(codes)
-    check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
-    check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
-    like = {"dtype": x.dtype, "device": x.device}
-    if M > LINEAR_ROWS:
-        weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
-        _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
-        return F.linear(x, weight, bias)
-    out, (MP, BN, BK, STAGES) = torch.empty(M, N, **like), linear_config(M, N, x.element_size())
-    sizes = M, N, K, MP, BN, BK, K % BK == 0, STAGES
-    _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
-        x, codes, scale, bias, out, *sizes, num_warps=4, **overlapped(x.device)
-    )
-    return out
-
-
-def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] through a linear layer in int8 -> [..., N] in x's dtype: weight codes [N, K] * scale [N]
-    bf16, and bias [N] or None."""
-    if triton is None or not x.is_cuda:
-        return linear_int8_reference(x, codes, scale, bias)
-    return launch_linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)

@@ -18,18 +18,15 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields, replace
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-
-from kernels import linear_int8
 
 
 class UserError(Exception):
@@ -55,44 +52,6 @@ def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
     with checked(path, "not valid JSON"):
         return dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
-
-
-# ---------------------------------------------------------------------------------------------- several ranks
-# torchrun starts N processes, the ranks. Each runs a Llama with a smaller config: its share of the heads and
-# of ffn_dim. So methods and caches need not know of the others. W_o and W_2 sum their results over the ranks.
-
-
-def ranks() -> tuple[int, int]:
-    """This process's rank and how many ranks there are: 0 and 1 unless torchrun started several."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def gathered(value) -> list:
-    """What every rank gives as `value`, by rank; on all ranks."""
-    values = [value] * ranks()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def summed(y: Tensor) -> Tensor:
-    """The sum of what all ranks give as `y`, in its place."""
-    if ranks()[1] > 1:
-        dist.all_reduce(y)
-    return y
-
-
-def local_part(whole: Tensor, shape: Iterable[int | None]) -> Tensor:
-    """This rank's part of a tensor of the whole model, a view of this shape; a dim of None is not shared.
-
-    Where a dim has fewer parts than there are ranks, as few KV heads do, neighbours have the same part."""
-    rank, n = ranks()
-    for dim, size in enumerate(shape):
-        if size is not None and size < whole.shape[dim]:
-            whole = whole.narrow(dim, rank * (whole.shape[dim] // size) // n * size, size)
-    return whole
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -207,16 +166,6 @@ class ModelConfig:
         if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
             raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
 
-    def shard(self, n: int) -> "ModelConfig":
-        """The config of one of n ranks; several may share a KV head. UserError where sizes do not divide."""
-        if n > 1 and self.elitekv:
-            raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
-        if self.n_heads % n or self.ffn_dim % n or self.n_kv_heads % n and n % self.n_kv_heads:
-            shapes = f"{self.n_heads} query heads, {self.n_kv_heads} KV heads and ffn_dim {self.ffn_dim}"
-            raise UserError(f"{n} ranks cannot evenly share {shapes}; use another --nproc_per_node")
-        heads, kv_heads = self.n_heads // n, max(1, self.n_kv_heads // n)
-        return replace(self, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=self.ffn_dim // n)
-
 
 # Published shapes, for benchmarks without weights (--random_weights NAME).
 LLAMA31_ROPE = {
@@ -316,27 +265,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 # ------------------------------------------------------------------------------------------------ the network
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes * scale."""
-    scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(dtype)
-    return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
-
-
-class Linear(nn.Linear):
-    """A linear layer. `quantize` makes its weight int8 codes, with a scale in bf16 for each output."""
-
-    def quantize(self) -> None:
-        rows = max(1, (1 << 19) // self.weight.shape[1])  # at once, which a CPU's caches hold
-        parts = [quantize_int8(part, dtype=torch.bfloat16) for part in self.weight.split(rows)]
-        codes, scale = map(torch.cat, zip(*parts, strict=True))
-        self.weight, self.scale = nn.Parameter(codes, False), nn.Parameter(scale[:, 0], False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dtype != torch.int8:
-            return super().forward(x)
-        return linear_int8(x, self.weight, self.scale, self.bias)
-
-
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -344,13 +272,13 @@ class Attention(nn.Module):
         # gets their results as further arguments.
         self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
-        self.wqkv = Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
-        self.wo = Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
+        self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
+        self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
         self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, attend) -> Tensor:
-        return summed(self.wo(self.attended(self.wqkv(x), attend)))
+        return self.wo(self.attended(self.wqkv(x), attend))
 
     def attended(self, qkv: Tensor, attend) -> Tensor:
         """From wqkv's output to the concatenated heads' outputs, the input of wo."""
@@ -366,12 +294,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.w13 = Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
-        self.w2 = Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
+        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
+        self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)
-        return summed(self.w2(F.silu(gate) * up))
+        return self.w2(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -386,7 +314,7 @@ class Layer(nn.Module):
         x = x + self.attention(self.attention_norm(x), attend)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def linears(self) -> list[Linear]:
+    def linears(self) -> list[nn.Linear]:
         return [self.attention.wqkv, self.attention.wo, self.feed_forward.w13, self.feed_forward.w2]
 
 
@@ -411,12 +339,13 @@ class Llama(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = self.whole = config  # `whole` is the model's; several ranks have smaller configs
+        self.config = config
         self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
+        self.is_folded = False  # do the weights have what the method folds into them, before `Method.build`?
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size, bias=False)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
@@ -550,54 +479,71 @@ def human(n: float) -> str:
     return f"{n / 1000**power:.4g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
-def free_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated on the device; of the CPU as Linux tells it, elsewhere no limit."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # held by PyTorch
-        return torch.cuda.mem_get_info(device)[0] + unused
-    limits, groups = [sys.maxsize], (("memory.max", "anon"), ("memory/memory.limit_in_bytes", "total_rss"))
-    with suppress(OSError, LookupError):
-        limits += [int(re.findall(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())[0]) * 1024]
-    for name, in_use in groups:  # of a container; pages of files can be dropped
-        with suppress(OSError, LookupError, ValueError):
-            file = root / "sys/fs/cgroup" / name
-            used = re.findall(rf"^{in_use} (\d+)", (file.parent / "memory.stat").read_text(), re.M)[0]
-            limits.append(int(file.read_text()) - int(used))
-    return min(limits)
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a GPU. Of a CPU's memory no limit is known."""
+    if device.type != "cuda":
+        return math.inf
+    held_by_pytorch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held_by_pytorch
 
 
-def build(c: ModelConfig, device: torch.device, dtype: torch.dtype, fill, fold=None, name="random") -> Llama:
-    """The network, or this rank's share of it; fill(model, part) gives the module `part` its weights.
-
-    With fold they become int8 before the next part takes memory, a layer's after fold(model, i).
-    name: the fingerprint. Raises UserError where the weights would not fit."""
+def empty_model(config: ModelConfig, dtype: torch.dtype, fingerprint: str = "random") -> Llama:
+    """A Llama on the meta device: its weights take no memory yet. fingerprint: names those to come."""
     with torch.device("meta"):
-        model = Llama(c.shard(ranks()[1])).to(dtype).eval().requires_grad_(False)
-    model.whole, model.fingerprint = c, name
-    if fold:  # what stays in floating point need not take four bytes
-        model.tok_embeddings.to(torch.bfloat16)
-    needed = sum(p.numel() if fold else p.nbytes for p in model.parameters())
-    if needed > (free := free_memory(device)):
+        model = Llama(config)
+    model.fingerprint = fingerprint
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def check_weights_fit(needed: int, device: torch.device) -> None:
+    """Raises UserError where weights of so many bytes would not fit the device."""
+    free = free_memory(device)
+    if needed > free:
         fault = f"the weights need {human(needed)}, {human(free)} are free ({device.type})"
         raise UserError(f"not enough memory: {fault}; use a smaller model, --dtype bf16 or --weights int8")
-    parts = ["tok_embeddings", "norm", "output", *(f"layers.{i}" for i in range(c.n_layers))]
-    for i, part in enumerate(parts, -3):
-        module = model.get_submodule(part)
-        if part == "output" and c.tied:
-            module.weight = model.tok_embeddings.weight
-        else:
-            module.to_empty(device=device)
-            fill(model, part)
-        if fold and i >= 0:
-            fold(model, i)
-        if fold and i >= -1:
-            for linear in module.linears() if i >= 0 else [module]:
-                linear.quantize()
+
+
+def weight_parts(model: Llama) -> list[str]:
+    """Names of the modules that get their weights one after another."""
+    layers = [f"layers.{i}" for i in range(len(model.layers))]
+    return ["tok_embeddings", "norm", "output", *layers]
+
+
+def give_weights(model: Llama, part: str, device: torch.device, fill: Callable[[Llama, str], None]) -> None:
+    """Allocates one of weight_parts on the device; fill(model, part) writes its weights."""
+    module = model.get_submodule(part)
+    if part == "output" and model.config.tied:
+        module.weight = model.tok_embeddings.weight
+    else:
+        module.to_empty(device=device)
+        fill(model, part)
+
+
+def build(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    fill: Callable[[Llama, str], None],
+    fingerprint: str = "random",
+) -> Llama:
+    """The network with its weights, which fill(model, part) writes, a part at a time.
+
+    Raises UserError where they would not fit, before any memory is taken."""
+    model = empty_model(config, dtype, fingerprint)
+    check_weights_fit(sum(p.nbytes for p in model.parameters()), device)
+    for part in weight_parts(model):
+        give_weights(model, part, device, fill)
     return model
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Callable | None = None) -> Llama:
-    """Loads a Hugging Face folder, tensor by tensor into the final weights. fold: as in `build`.
+def copy_weight(model: Llama, name: str, slot: Tensor, tensor: Tensor) -> None:
+    """Copies a checkpoint's tensor of this name to its slot, which is a parameter of the model, or a part of
+    one. A function of its own for extras that copy something else."""
+    slot.copy_(tensor)
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype, build: Callable = build) -> Llama:
+    """Loads a Hugging Face folder, tensor by tensor into the final weights. build: makes the model of them.
 
     Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
     (before any memory is taken), and for numbers that are not finite."""
@@ -608,20 +554,18 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, fold: Cal
         for name, slot in weight_slots(model, part):
             with safe_open(file_of[name], "pt") as file:  # opened for each: its pages leave the memory again
                 tensor = file.get_tensor(name if name in file.keys() else "lm_head.weight")
-            pair = (projections(rows, name, c) for rows, c in ((tensor, config), (slot, model.config)))
-            for whole, share in zip(*pair, strict=True):
-                share.copy_(local_part(whole, share.shape))
-            if ranks()[0] and name.endswith(("o_proj.bias", "down_proj.bias")):
-                slot.zero_()  # one rank adds it to the sum
+            copy_weight(model, name, slot, tensor)
             if not torch.stack(slot.aminmax()).isfinite().all():
                 advice = "use --dtype bf16" if tensor.isfinite().all() else "download it again"
                 raise UserError(f"{file_of[name]}: tensor {name} is not finite in {dtype}; {advice}")
 
-    return build(config, device, dtype, fill, fold, fingerprint(files))
+    return build(config, device, dtype, fill, fingerprint(files))
 
 
-def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, seed=0, fold=None) -> Llama:
-    """A model with random weights, for benchmarks. fold: as in `build`."""
+def random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, build: Callable = build
+) -> Llama:
+    """A model with random weights, for benchmarks. build: makes the model of them."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def fill(model: Llama, part: str) -> None:
@@ -631,7 +575,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, 
             else:
                 parameter.normal_(0, 0.02, generator=generator)
 
-    return build(config, device, dtype, fill, fold)
+    return build(config, device, dtype, fill)
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers

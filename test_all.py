@@ -53,11 +53,11 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import Stage, eval_sample, fit_sals, key_moments, save_artifact, save_checkpoint, train
+from calibrate import Stage, eval_sample, fit_sals, save_artifact, save_checkpoint, train
 from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
 from generate import Engine, Sampling, decode_rows
 from kernels import attend_plain
-from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, random_model, rope_tables
+from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
 
 torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
 ROOT = Path(__file__).parent
@@ -402,24 +402,6 @@ def test_linear_and_yarn_scaling_extend_the_positions():
     assert config(type="default").rope_scaling is None
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])  # which read codes as they are, and which do not
-def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input(rows):
-    for width in (*range(1, 34), 48, 56, 72, 100, 1 << 14):  # at last of several parts
-        linear = model_file.Linear(width, 300).requires_grad_(False)
-        linear.weight[7] = 0
-        before = linear.weight.clone()
-        linear.quantize()
-        after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
-        assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
-        assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
-        x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
-        truth = F.linear(x.float(), after, linear.bias)
-        assert max(error(linear(each).float(), truth) for each in (x, x.float())) < 4e-3
-    with mock.patch.object(kernels, "launch_linear", wraps=kernels.launch_linear) as launch:
-        linear.to(DEVICE)(x.to(DEVICE).float())
-    assert launch.called == (DEVICE == "cuda")
-
-
 def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     model = Llama(tiny_config(dim=512, n_layers=8, ffn_dim=2048, vocab_size=4096)).requires_grad_(False)
     save_checkpoint(model, tmp_path)  # in bf16
@@ -436,19 +418,6 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     before = resident("VmRSS")
     loaded = load_model(tmp_path, CPU, torch.float32)
     assert resident("VmHWM") - before < 1.1 * size == 1.1 * sum(p.nbytes for p in loaded.parameters())
-
-
-@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])  # control groups 2 and 1
-def test_a_container_has_the_least_of_its_limit_and_the_machine_s_memory(name, tmp_path):
-    most = Path("sys/fs/cgroup") / name
-    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2 kB\n"}
-    files[most.parent / "memory.stat"] = "cache 50\ntotal_rss 30\nanon 30\n"
-    for limit, free in (("max", 2048), ("9999", 2048), ("130", 100)):
-        for file, text in (files | {most: f"{limit}\n"}).items():
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / file).write_text(text)
-        assert model_file.free_memory(CPU, tmp_path) == free
-    assert model_file.free_memory(CPU, tmp_path / "other") == sys.maxsize
 
 
 # --------------------------------------------------------------------------------------- the exactness ladder
@@ -1366,7 +1335,7 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
     mixed = compress.mix_codes(weights, codes, low_scale, bits)
     assert error(mixed, weights @ decoded) < 1e-5
-    codes, scale = model_file.quantize_int8(x)
+    codes, scale = kernels.quantize_int8(x)
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
     logits = kernels.token_logits(q, codes, scale[..., 0])
     assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
@@ -2292,7 +2261,8 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
 @pytest.fixture(autouse=True)
 def without_hopper(monkeypatch):
     """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its own."""
-    monkeypatch.setattr(kernels, "hopper", lambda device: None)
+    monkeypatch.setattr(generate, "import_hopper", lambda device: None)
+    monkeypatch.setattr(kernels, "faster_attend", None)
 
 
 # ---- codes of a token, queries of blocks, scores
@@ -2366,7 +2336,7 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     pos = positions(*[S - 1, S // 2, 0][:B])
     live = torch.arange(S, device=DEVICE) <= pos[:, None]
     x = randn(B, S, H, r, dtype=dtype)
-    rows, scale = model_file.quantize_int8(x) if int8 else (x, None)
+    rows, scale = kernels.quantize_int8(x) if int8 else (x, None)
     decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
     n = -(-S // block) if block else 1
     queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
@@ -2884,7 +2854,6 @@ def run_for_hopper(*programs, capability=90):
             get_current_stream = staticmethod(lambda device: 0)
         driver.set_active(Hopper())
         kernels.nvidia_generation = lambda device: {capability} // 10
-        kernels.hopper = lambda device: None
         compiled = []
         class Compile:
             def __init__(self, name, module=kernels):
@@ -2910,7 +2879,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
     program = """
         import test_all
         names = {name for name in vars(kernels) if name.endswith("_kernel")}
-        names -= {"_fetch_kernel", "_dequantize_kernel"}  # which overlap with none
+        names -= {"_fetch_kernel"}  # which overlaps with none
         for name in names:
             setattr(kernels, name, Compile(name))
         B, S, D, bf16 = 2, 512, 128, torch.bfloat16
@@ -2950,9 +2919,6 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         ranks = [96, 48, 80, 16]
         table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
         kernels.launch_attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
-        for M, dtype in ((1, half), (64, half), (8, fp32), (64, fp32)):
-            given = zeros(6144, 4096, dtype=i8), zeros(6144), zeros(6144, dtype=dtype)
-            kernels.launch_linear(zeros(M, 4096, dtype=dtype), *given)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         small = len(compiled)
         if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
@@ -3033,18 +2999,6 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
         assert share < 1 or torch.equal(hot[0, 0, place[0, 0]], rows[0, 0, index[0, 0]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M, N, K", [(1, 70, 512), (5, 33, 300), (37, 40, 256), (70, 48, 100)])
-@poisoned
-def test_kernel_linear(dtype, M, N, K):
-    """Few rows read the codes; many have a dequantised weight."""
-    x, bias, scale = randn(M, K, dtype=dtype), randn(N, dtype=dtype), randn(N).abs().bfloat16()
-    codes = (randn(N, K) * 40).clamp(-127, 127).to(torch.int8)
-    truth = F.linear(x.double(), codes.double() * scale.double()[:, None])
-    close(kernels.launch_linear(x, codes, scale, None), truth, dtype)
-    close(kernels.launch_linear(x, codes, scale, bias), truth + bias.double(), dtype)
-
-
 @needs_cuda
 def test_kernels_reach_host_memory_through_its_address():
     context = Context(tiny_model().cuda(), 2, 50)
@@ -3122,7 +3076,6 @@ def good_arguments(name: str) -> dict:
     rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
     table = kernels.rank_table([16, 16], DEVICE)
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
-    codes = torch.zeros(9, 8, dtype=torch.int8, device=DEVICE)
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None}
     placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
@@ -3136,7 +3089,6 @@ def good_arguments(name: str) -> dict:
         "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos, "kernel": True},
         "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
-        "linear": {"x": randn(3, 8), "codes": codes, "scale": randn(9).bfloat16(), "bias": None},
         "value_packing": {"D": 32, "bits": 4},
     }[name]
 
@@ -3201,8 +3153,6 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("attend_ragged", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
-    ("linear", {"codes": lambda codes: codes.float()}, "codes must be torch.int8"),
-    ("linear", {"bias": lambda _: randn(3)}, "bias must be"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
 ]
 
@@ -3597,6 +3547,13 @@ def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, m
         assert row["ppl python"] == pytest.approx(ppl)
 
 
+def test_fit_is_of_one_process(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", "fit", "--method", "sals"])
+    monkeypatch.setattr(generate, "is_one_of_several_processes", lambda: True)
+    with pytest.raises(UserError, match="only eval takes torchrun"):
+        calibrate.run()
+
+
 def test_candidates_read_yes_and_no():
     for text, value in {"1": True, "true": True, "Yes": True, "0": False, "false": False}.items():
         assert calibrate.Candidate.parse(f"loki:reduced={text}").options == {"reduced": value}
@@ -3607,7 +3564,7 @@ def test_candidates_read_yes_and_no():
 
 class CommandLine:
     """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate or
-    a command of calibrate; with `torchrun N` before it, this process plays rank 0 of N."""
+    a command of calibrate."""
 
     programs = {}  # others, by the word that a line begins with
 
@@ -3620,9 +3577,6 @@ class CommandLine:
             bytes_read = io.BytesIO(stdin.encode())
             self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline=""))
         program, *argv = shlex.split(line)
-        if program == "torchrun":
-            n, program, *argv = argv
-            play_rank(self.monkeypatch, 0, int(n))
         run = self.programs.get(program)
         if program != "generate" and not run:
             run, argv = calibrate.run, [program, *argv]
@@ -3866,9 +3820,6 @@ BAD_COMMANDS = {
     "train --out new --text few.txt --log again": "--log: no file can be written at again",
     "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
     "train --out again --text nano/demo.txt": "has 4097 ids, the model's vocabulary 4096",
-    "torchrun 2 fit --windows 1 --window 32 --method sals": "only eval takes torchrun",
-    "torchrun 3 generate --prompt hello": "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; use",
-    "torchrun 2 generate --checkpoint nano-elitekv --prompt a": "one latent of all heads",
 }
 for line in "eval --csv,fit --out,train --out,train --state".split(","):
     BAD_COMMANDS[f"{line} few.txt/x"] = f"{line.split()[-1]}: no file can be written"
@@ -3949,12 +3900,12 @@ def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(ow
 
 
 def test_json_is_the_last_line_and_complete(cli):
-    """Of a cache that lies in two memories, and of int8 weights."""
+    """Of a cache that lies in two memories."""
     names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
         first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
         bytes_read_per_step bandwidth_share peak_memory_bytes capture_s seed versions"""
     line = "generate --prompt 30 --prompt 30 --batch_size 3 --max_new_tokens 9 --ignore_eos"
-    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4 --weights int8")
+    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
     assert report["prompt_tokens"] == [30, 30, 30] and report["new_tokens"] == [9, 9, 9]
     ids = report["token_ids"]
     assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]  # two random prompts
@@ -3964,9 +3915,8 @@ def test_json_is_the_last_line_and_complete(cli):
     assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
     assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
     outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
-    codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
-    floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
-    assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
+    numbers = 4096 * 48 + 4 * sum(n * k for n, k in outputs) + 48 * (2 * 4 + 1)
+    assert report["weights"] == "float32" and report["weights_bytes"] == 4 * numbers
     plain = cli.json(line)
     assert plain["cache_bytes_host"] == 0 and plain["miss_rate"] is None
     assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
@@ -4015,8 +3965,8 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     assert cli(f"{line} --k 20 --load_cache {file} --context 99")[0] == 0
     assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
     assert "of another settings (" in told("--k 9")
-    assert "of another weights (None, here int8); load it with the options that" in told("--weights int8")
-    assert "of another dtype (torch.float32, here torch.bfloat16)" in told("--dtype bf16")
+    dtypes = "of another dtype (torch.float32, here torch.bfloat16); load it with the options that"
+    assert dtypes in told("--dtype bf16")
     assert "needs a --batch_size of 2, not 1; raise --batch_size" in told("--batch_size 1")
     assert "needs a --context of 60, not 40; raise --context" in told("--context 40")
     assert "need 64 positions, not 62; raise --context" in told("--context 62")
@@ -4034,7 +3984,6 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     assert "every token is attended" in cli.err
     larger = f"{line} --k 99 --load_cache {file} --context 150"
     assert "saved with --context 64, for which" in cli.refusal(larger)
-    assert "one process; leave out torchrun" in cli.refusal(f"torchrun 2 {line} --load_cache {file}")
     assert sorted(tmp_path.iterdir()) == [file, folder]
 
 
@@ -4318,11 +4267,8 @@ def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypat
         assert "not UTF-8" in cli.refusal("generate --prompt -")
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
-    for name in ("stdin", "stderr"):
-        monkeypatch.setattr(sys, name, None)  # closed
-    generate.run_command(lambda: print("snow \u2603", sys.stdin.read(), flush=True))
-    generate.run_command(lambda: print("to print(file=None)", file=sys.stderr, flush=True))
-    assert stdout.buffer.getvalue() == b"snow ? \n"
+    generate.run_command(lambda: print("snow \u2603", flush=True))
+    assert stdout.buffer.getvalue() == b"snow ?\n"
 
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
@@ -4442,32 +4388,6 @@ def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder, monkeypatch)
     assert len(prompts) == 1
 
 
-@over("method", lambda tests: tests.METHODS)
-def test_int8_weights_are_those_that_the_method_has_folded(method, folder):
-    """A layer is folded and quantised before the next one takes memory. Every method decodes over them."""
-    made, fold_all = [], compress.Method.fold_all
-
-    def folded(row, model, settings, artifact, layers):
-        weights = [layer.feed_forward.w2.weight for layer in model.layers]
-        made.append([str(w.dtype) if w.device == CPU else "none" for w in weights])
-        fold_all(row, model, settings, artifact, layers)
-
-    model = load_model(folder, CPU, torch.float32)
-    with mock.patch.object(compress.Method, "fold_all", folded):
-        int8, _ = generate.load(folder, "cpu", weights="int8", method=method)
-    assert made == [["torch.int8"] * i + ["torch.float32"] + ["none"] * (3 - i) for i in range(4)]
-    artifact = load_artifact(folder, method, model)
-    prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
-    engines = (make_engine(m, method, 2, 40, artifact) for m in (model, int8))
-    truth, out = (logits_through(engine, prompts, more) for engine in engines)
-    assert error(out[0], truth[0]) < 0.2  # of the prompts: later a selection may be another
-    for linear in (linear for layer in model.layers for linear in layer.linears()):  # folded by now
-        linear.quantize()
-    for a, b in zip(model.layers.parameters(), int8.layers.parameters(), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
-    assert int8.output.weight.dtype == torch.int8 and int8.tok_embeddings.weight.dtype == torch.bfloat16
-
-
 @over("method", lambda tests: [m for m in tests.METHODS if hasattr(method_named(m).settings, "kv_bits")])
 def test_codes_are_of_values_that_the_method_has_rotated(method):
     """And W_O turns them back."""
@@ -4571,167 +4491,3 @@ def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, t
         q.copy_(q[:16].repeat(8, 1)), k.copy_(k[:16].repeat(4, 1))
     values = calibrate.fdc_bases(model, tiny_tokens(1, 32), 512)["qk.values"]
     assert error(values, values[:, :1].expand_as(values)) < 1e-5
-
-
-# ---------------------------------------------------------------------------------------------- several ranks
-# torchrun runs this file as a script: `ranked` goes through all cases in every process. Then the last rank
-# fails on purpose. Tests of one process play the ranks one after another.
-
-PROCESSES = [2, 4]
-JOINT = [  # a rank's latent is of its own heads: at full rank it loses nothing, whatever the ranks
-    ("sals", FULL | {"skip": ""}),
-    ("sals", FULL | {"skip": "", "score": "sum"}),
-    ("elitekv", {"r": 2}),
-]
-RANKED = [("dense", {}), ("fdc", {}), *(case for case in CASES if case[0] not in ("sals", "elitekv"))]
-
-
-def ranked(folder: Path, tests) -> dict[str, tuple]:
-    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of weights."""
-    found = {}
-    cases = [("four", case) for case in tests.RANKED + tests.JOINT] + [("two", tests.RANKED[0])]
-    for name, (method, options) in cases:
-        # all that the latent can hold
-        most = {"d_ckv": min(48, 4 // model_file.ranks()[1] * 28)} if method == "elitekv" else {}
-        engine = fitted_engine(folder / name, method, 2, 80, **options, **most)
-        logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(4, 2)] * 2)
-        tokens = decode_rows(engine, 4, lambda ids: False).token_ids
-        figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
-        weights = sum(p.numel() for p in engine.model.parameters())
-        found[f"{name} {method} {options}"] = logits, tokens, figures, weights
-    return found
-
-
-def ranked_line(folder: Path) -> str:
-    line = f"generate --checkpoint {folder}/four --method loki --prompt Twelve --prompt 'The red'"
-    return f"{line} --device cpu --temperature 2 --ignore_eos --max_new_tokens 6"
-
-
-def ranked_main(tests) -> None:
-    (rank, n), folder = model_file.ranks(), Path(sys.argv[1])
-    torch.save(ranked(folder, tests), folder / f"{n}-{rank}.pt")
-    argv = shlex.split(f"{ranked_line(folder)} --json --seed {rank}")  # rank 0 draws for all
-    generate.run_generate(generate.parse_args(argv[1:]))
-    sys.stdout.flush()
-    model_file.gathered("all have printed")
-    if rank == n - 1:
-        raise UserError("the last rank fails")
-    model_file.gathered("the others wait for it")
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, request):
-    """A model with all biases, and one of fewer KV heads than ranks; what they give in one process."""
-    folder, tests = tmp_path_factory.mktemp("ranks"), request.module
-    tiny_checkpoint(folder / "four", tests, n_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True)
-    tiny_checkpoint(folder / "two", tests, n_layers=2, group=4)
-    return folder, ranked(folder, tests)
-
-
-@over("n", lambda tests: tests.PROCESSES)
-def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, cli, request):
-    (folder, alone), tests = one_rank, request.module
-    report = cli.json(ranked_line(folder))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n, "--redirects", 3]
-    torchrun += ["--log_dir", folder / f"logs{n}", "--module", tests.__name__]
-    done = python(*torchrun, folder, OMP_NUM_THREADS="1")
-    logs = {kind: sorted(folder.glob(f"logs{n}/**/{kind}.log")) for kind in ("stdout", "stderr")}
-    text = {kind: [file.read_text() for file in files] for kind, files in logs.items()}
-    assert done.returncode == 1 and "exitcode  : 2" in done.stderr, "".join(text["stderr"])
-    assert text["stderr"][-1] == "error: the last rank fails\n" and "rror" not in "".join(text["stderr"][:-1])
-    assert text["stdout"][0].startswith("[row 0]") and not any(text["stdout"][1:])
-
-    found = [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)]
-    for case, (logits, tokens, (measured, formula), weights) in alone.items():
-        joint = case.split()[1] in {method for method, _ in tests.JOINT}
-        together = [rank[case] for rank in found]
-        assert error(together[0][0], logits) < (1e-4 if joint else 1e-5), case
-        for own_logits, own_tokens, (own_measured, own_formula), own_weights in together:
-            assert torch.equal(own_logits, together[0][0]) and own_tokens == tokens, case
-            assert own_measured == own_formula and own_weights < weights, case
-        if not joint and case.startswith("four"):
-            total = sum(figures[0] for *_, figures, _ in together)
-            assert measured == formula <= total < 1.01 * measured, case  # LRQK counts its misses on each rank
-    ranked_report = json.loads(text["stdout"][0].splitlines()[-1])
-    for name in ("token_ids", "text", "cache_bytes_measured", "cache_bytes_dense", "bytes_read_per_step"):
-        assert ranked_report[name] == report[name]
-    assert len(report["ranks"]) == 1 and len(ranked_report["ranks"]) == n
-    read = sum(rank["bytes_read_per_step"] for rank in ranked_report["ranks"])
-    assert read == report["bytes_read_per_step"]
-
-
-def play_rank(monkeypatch, rank: int, n: int) -> None:
-    for module in (model_file, calibrate, generate):
-        monkeypatch.setattr(module, "ranks", lambda: (rank, n))
-    monkeypatch.setattr(generate.os, "_exit", sys.exit)
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
-@pytest.mark.parametrize("n, int8", [(2, False), (4, False), (8, False), (2, True)])  # of 4 KV heads
-def test_shares_of_a_layer_sum_to_the_layer(family, n, int8, tmp_path, monkeypatch):
-    save_checkpoint(tiny_model(family=family), tmp_path)
-    x = torch.randn(1, 20, 48)
-
-    def parts() -> tuple[torch.Tensor, torch.Tensor, int]:
-        model = load_model(tmp_path, CPU, torch.float32, (lambda *_: None) if int8 else None)
-        layer, tables = model.layers[1], rope_tables(model.config, 20, CPU)
-        linears = layer.linears()
-        assert all((linear.weight.dtype == torch.int8) == int8 for linear in linears)
-        attended = layer.attention(x, layer.attention.causal(*tables))
-        return attended, layer.feed_forward(x), sum(linear.weight.numel() for linear in linears)
-
-    whole, shares = parts(), []
-    monkeypatch.setattr(model_file.dist, "all_reduce", lambda y: None)
-    for rank in range(n):
-        play_rank(monkeypatch, rank, n)
-        shares.append(parts())
-    attended, mlp, weights = map(sum, zip(*shares, strict=True))
-    limit = 2e-2 if int8 else 1e-5  # a rank has scales of its own columns of wo and w2
-    assert error(attended, whole[0]) < limit and error(mlp, whole[1]) < limit
-    assert weights == whole[2] + (n > 4) * 2 * 4 * 16 * 48  # each KV head twice for 8 ranks
-
-
-def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monkeypatch):
-    given, models = (tiny_config(), CPU, torch.float32), []
-    for rank in range(2):
-        play_rank(monkeypatch, rank, 2)
-        models.append(random_model(*given))
-    first, second = models
-    assert not torch.equal(first.output.weight, random_model(*given, 1).output.weight)
-    assert torch.equal(first.output.weight, second.output.weight)
-    assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
-    assert first.config.n_kv_heads == 2 and first.whole.n_kv_heads == 4
-    assert [tiny_config().shard(n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
-    assert make_engine(first, "sals", 1, 64, compress.random_artifact("sals", first.config))
-
-
-def test_shards_of_sals_are_the_blocks_of_the_covariance(folder, monkeypatch):
-    model = load_model(folder, CPU, torch.float32)
-    tokens = torch.tensor(random_ids(400)).view(2, 200)
-    second = key_moments(model, tokens)["pre"].second[3]
-    made, _ = fit_sals(model, tokens, 1.0)
-    put_artifact(folder, "sals", made, model)
-    for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
-        play_rank(monkeypatch, rank, 2)
-        own = load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
-        basis = own["3.key_basis"][:, :16].double()  # [32, 16]
-        values, vectors = calibrate.eigen(second[heads, heads])
-        truth = vectors[:, :16]
-        assert error(basis @ basis.T, truth @ truth.T) < 1e-3
-        assert torch.equal(own["scale"], made["scale"][:, heads])
-        kept = own["key_eigenvalues"][3].double()
-        assert kept.shape == (32,) and error(kept[:8], values[:8]) < 1e-3
-
-
-def test_a_rank_has_its_share_of_elitekvs_latent(folder, monkeypatch):
-    """And one number at least. Each rank's factors are of its own heads: together they hold d_ckv."""
-    model = load_model(folder, CPU, torch.float32)
-    for d_ckv, n, own in ((40, 2, 20), (41, 4, 10), (3, 4, 1)):
-        put_artifact(folder, "elitekv", artifact_of("elitekv", model) | {"d_ckv": torch.tensor(d_ckv)}, model)
-        play_rank(monkeypatch, n - 1, n)
-        cache = fitted_engine(folder, "elitekv", 1, 20).caches[0]
-        assert cache.token_bytes() == 4 * (own + 2 * 2 * cache.config.n_kv_heads), (d_ckv, n)
-
-
-if __name__ == "__main__":
-    generate.run_command(lambda: ranked_main(sys.modules[__name__]))

@@ -70,6 +70,14 @@ class Row(NamedTuple):
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
 
+def free_bytes(kind: str) -> float:
+    """Bytes that are free on a GPU ("cuda") or, as Linux tells it, in host memory ("cpu")."""
+    if kind == "cuda":
+        return free_memory(torch.device(kind))
+    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(available[1]) * 1024
+
+
 def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
     """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
     more: options; changes: of the shape. share: of the free memory, for as many sequences as fit."""
@@ -84,7 +92,7 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
     if not sequences:
         artifact = load_artifact(config, args.method, llm.model)
         needs = generate.row_bytes(llm.model, args.method, llm.settings, artifact, capacity).items()
-        fits = (free_memory(torch.device(kind)) / max(1, needed) for kind, needed in needs)
+        fits = (free_bytes(kind) / max(1, needed) for kind, needed in needs)
         sequences = max(1, int(share * min(fits)))
     engine = llm.open(sequences).engine
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):

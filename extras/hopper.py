@@ -1,8 +1,9 @@
 """What Gluon does faster than Triton on Hopper GPUs (H100, H200): two ways to attend, and `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
-On a Hopper GPU kernels.launch_attend asks `attend` here first, and the engine takes `chained_decode` for its
-decode step. This file is optional: delete it and everything still runs.
+generate.py imports this file on such a GPU. Its last line registers `attend` with kernels.py, whose
+launch_attend then asks it first, and the engine takes `chained_decode` for its decode step. This file is
+optional: delete it and everything still runs.
 """
 
 import functools
@@ -21,7 +22,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
 from kernels import SMS, _half_at, _largest_sum, _wait_for_previous, constexpr_function
-from model import ranks
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -964,7 +964,9 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
     """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
     for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
     The first call is of all ranks together."""
-    rank, n = ranks()
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    rank, n = dist.get_rank(), dist.get_world_size()
     if n == 1:
         return ()
     one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
@@ -989,3 +991,6 @@ def chained_decode(model, rows: int) -> tuple | None:
     shared = shared_memory((2 * 4 * (8 if rows <= 8 else 16) + 1) * x.shape[1], x.device)
     decode = functools.partial(decode_in_chains, shared)
     return None if shared is None else (decode, chained_first, chained_attention)
+
+
+kernels.faster_attend = attend

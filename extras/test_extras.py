@@ -8,11 +8,14 @@ import copy
 import csv
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import math
 import random
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +32,9 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import save_artifact
+from calibrate import save_artifact, save_checkpoint
 from compress import Context
-from extras import baselines, bench, gguf, harness
+from extras import baselines, bench, gguf, harness, int8, parallel
 from generate import DTYPES
 from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
@@ -55,7 +58,6 @@ from test_all import (
     logits_through,
     make_engine,
     nano_haystack,
-    one_rank,
     other,
     poisoned,
     poisoned_memory,
@@ -181,9 +183,6 @@ WATCHED = [
     ("streaming", {"sinks": 3, "recent": 9}),
     ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
 ]
-PROCESSES, JOINT = [2], [("shadowkv", SHADOW_ALL)]
-# But where a process draws noise or merges heads of its own.
-RANKED = [case for case in CASES if case[0] not in ("shadowkv", "keyformer", "hshare")]
 
 
 def test_equal_cost_of_a_knob_with_two_aims():
@@ -225,7 +224,7 @@ def pure_sals_cann(cache, row, n, q, k, v):
     """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
     q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
     low = test_all.spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
-    k, v = (codes * scale for codes, scale in map(model_file.quantize_int8, (k, v)))
+    k, v = (codes * scale for codes, scale in map(kernels.quantize_int8, (k, v)))
     pages = torch.arange(len(k)) // cache.page
 
     def step(i, h, q, k, v, _):
@@ -1017,7 +1016,7 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
 
 def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
-    monkeypatch.setattr(bench, "free_memory", lambda device: 1 << 21)
+    monkeypatch.setattr(bench, "free_bytes", lambda kind: 1 << 21)
     line = "bench throughput --model tiny --lengths 40 --method kivi lrqk"
     assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
     dense, kivi, lrqk = csv.DictReader((tmp_path / "t.csv").open())
@@ -1143,23 +1142,53 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
 @pytest.fixture
 def hopper(monkeypatch):
     """extras/hopper.py, in use whatever the GPU."""
+    monkeypatch.setattr(kernels, "faster_attend", None)  # as it will be again
     module = pytest.importorskip("extras.hopper")
-    monkeypatch.setattr(kernels, "hopper", lambda device: module)
+    monkeypatch.setattr(kernels, "faster_attend", module.attend)
+    monkeypatch.setattr(generate, "import_hopper", lambda device: module)
     return module
 
 
-def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch):
+def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
+    """Once it is imported, kernels.py asks it first. One that is there and broken says what it lacks."""
+
     def found(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-        return kernels.hopper.__wrapped__(torch.device("cuda"))
+        return generate.import_hopper(torch.device("cuda"))
 
-    assert found(8) is found(10) is None and found(9) is pytest.importorskip("extras.hopper")
+    monkeypatch.setattr(sys.modules["extras"], "hopper", pytest.importorskip("extras.hopper"))
+    monkeypatch.setattr(kernels, "faster_attend", None)
+    monkeypatch.delitem(sys.modules, "extras.hopper")
+    assert found(8) is found(10) is kernels.faster_attend is None
+    with monkeypatch.context() as patch:
+        # PyTorch's operators cannot be registered twice.
+        patch.setattr(kernels, "operator", lambda *_, **__: lambda function: function)
+        module = found(9)
+    assert module.__name__ == "extras.hopper" and kernels.faster_attend is module.attend
     monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
     assert found(9) is None
-    broken = mock.Mock(side_effect=ModuleNotFoundError("No module named 'nosuch'", name="nosuch"))
-    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    monkeypatch.delitem(sys.modules, "extras.hopper")
+    (tmp_path / "hopper.py").write_text("import nosuch")
+    monkeypatch.setattr(sys.modules["extras"], "__path__", [str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
         found(9)
+
+
+def test_an_engine_with_kernels_asks_for_hopper(monkeypatch):
+    asked = mock.Mock(return_value=None)
+    monkeypatch.setattr(generate, "import_hopper", asked)
+    make_engine(tiny_model(), "dense", 1, 40, kernel=False)
+    assert not asked.called
+    make_engine(tiny_model(), "dense", 1, 40, kernel=True)
+    assert asked.called
+
+
+def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch):
+    given, truth = attend_case(torch.float32, "plain", "all", 1, 40, 2, 2, 32, 32, 16, 0, (39,))
+    other_result = torch.full_like(kernels.launch_attend(*given), 7)
+    for made, expected in ((None, truth), (other_result, other_result)):
+        monkeypatch.setattr(kernels, "faster_attend", lambda *_, made=made: made)
+        assert error(kernels.launch_attend(*given), expected) < 1e-5
 
 
 @needs_hopper
@@ -1632,7 +1661,6 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
     torch.save([arguments(*case) for case in cases], tmp_path / "calls")
     program = f"""
         import extras.hopper as hopper
-        kernels.hopper = lambda device: hopper
         torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
             multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
             shared_memory_per_multiprocessor=228 << 10)
@@ -1661,5 +1689,351 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
     test_all.run_for_hopper(program)
 
 
+# ---------------------------------------------------------------------------------------------------- int8.py
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])  # which read codes as they are, and which do not
+def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input(rows):
+    for width in (*range(1, 34), 48, 56, 72, 100, 1 << 14):  # at last of several parts
+        linear = torch.nn.Linear(width, 300).requires_grad_(False)
+        linear.weight[7] = 0
+        before = linear.weight.clone()
+        linear = int8.Int8Linear(linear)
+        after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
+        assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
+        assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
+        x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
+        truth = F.linear(x.float(), after, linear.bias)
+        assert max(error(linear(each).float(), truth) for each in (x, x.float())) < 4e-3
+    with mock.patch.object(int8, "launch_linear", wraps=int8.launch_linear) as launch:
+        linear.to(DEVICE)(x.to(DEVICE).float())
+    assert launch.called == (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize("dtype", test_all.DTYPES)
+@pytest.mark.parametrize("M, N, K", [(1, 70, 512), (5, 33, 300), (37, 40, 256), (70, 48, 100)])
+@poisoned
+def test_kernel_linear(dtype, M, N, K):
+    """Few rows read the codes; many have a dequantised weight."""
+    x, bias, scale = randn(M, K, dtype=dtype), randn(N, dtype=dtype), randn(N).abs().bfloat16()
+    codes = (randn(N, K) * 40).clamp(-127, 127).to(torch.int8)
+    truth = F.linear(x.double(), codes.double() * scale.double()[:, None])
+    test_all.close(int8.launch_linear(x, codes, scale, None), truth, dtype)
+    test_all.close(int8.launch_linear(x, codes, scale, bias), truth + bias.double(), dtype)
+
+
+def test_the_int8_product_refuses_what_it_would_get_wrong_and_does_what_torch_compile_is_told():
+    codes = torch.zeros(9, 8, dtype=torch.int8, device=DEVICE)
+    x, scale = randn(3, 8), randn(9).bfloat16()
+    with pytest.raises(ValueError, match="codes must be torch.int8"):
+        int8.launch_linear(x, codes.float(), scale, None)
+    with pytest.raises(ValueError, match="bias must be"):
+        int8.launch_linear(x, codes, scale, randn(3))
+    torch.library.opcheck(int8.launch_linear, (x, codes, scale, None))
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_the_int8_product_compiles_for_every_gpu(capability):
+    """Where launches overlap, its kernel waits for the one before it touches memory; the other one overlaps
+    with none."""
+    program = f"""
+        import extras.int8 as int8
+        int8._linear_kernel = Compile("_linear_kernel", int8)
+        int8._dequantize_kernel = Compile("_dequantize_kernel", int8)
+        codes, scale = zeros(6144, 4096, dtype=i8), zeros(6144)
+        for M, dtype in ((1, half), (64, half), (8, fp32), (64, fp32), (65, half)):
+            int8.launch_linear(zeros(M, 4096, dtype=dtype), codes, scale, zeros(6144, dtype=dtype))
+        assert [name for name, _ in compiled] == ["_linear_kernel"] * 4 + ["_dequantize_kernel"]
+        for name, kernel in compiled:
+            assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
+            if {capability} >= 90 and name == "_linear_kernel":
+                before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
+                assert kernel.metadata.launch_pdl
+                for touch in ("ld.global", "st.global", "cp.async", "launch_dependents"):
+                    assert touch not in before, touch
+    """
+    test_all.run_for_hopper(program, capability=capability)
+
+
+@pytest.mark.parametrize("method", [*compress.METHODS, *METHODS])
+def test_int8_weights_are_those_that_the_method_has_folded(method, every_folder):
+    """A layer is folded and quantised before the next one takes memory. Every method decodes over them."""
+    made, fold_all = [], compress.Method.fold_all
+
+    def folded(row, model, settings, artifact, layers):
+        weights = [layer.feed_forward.w2.weight for layer in model.layers]
+        made.append([str(w.dtype) if w.device == CPU else "none" for w in weights])
+        fold_all(row, model, settings, artifact, layers)
+
+    model = load_model(every_folder, CPU, torch.float32)
+    with mock.patch.object(compress.Method, "fold_all", folded):
+        coded, _ = generate.load(every_folder, "cpu", weights="int8", method=method)
+    assert made == [["torch.int8"] * i + ["torch.float32"] + ["none"] * (3 - i) for i in range(4)]
+    artifact = compress.load_artifact(every_folder, method, model)
+    prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
+    engines = (make_engine(m, method, 2, 40, artifact) for m in (model, coded))
+    truth, out = (logits_through(engine, prompts, more) for engine in engines)
+    assert error(out[0], truth[0]) < 0.2  # of the prompts: later a selection may be another
+    for layer in model.layers:  # folded by now
+        int8.quantize_layer(layer)
+    for a, b in zip(model.layers.parameters(), coded.layers.parameters(), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    assert coded.output.weight.dtype == torch.int8 and coded.tok_embeddings.weight.dtype == torch.bfloat16
+
+
+def test_int8_weights_are_in_the_report_and_of_another_cache(cli, every_folder, tmp_path):
+    line = f"generate --checkpoint {every_folder} --prompt 30 --max_new_tokens 4 --ignore_eos"
+    assert cli(f"{line} --save_cache {tmp_path}/c")[0] == 0
+    report = cli.json(f"{line} --weights int8")
+    outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
+    codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
+    floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
+    assert report["weights"] == "int8" and report["weights_bytes"] == codes + floats
+    refusal = cli.refusal(line.replace("--prompt 30", f"--load_cache {tmp_path}/c") + " --weights int8")
+    assert "of another weights (None, here int8); load it with the options that" in refusal
+
+
+def test_int8_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypatch):
+    """They take a byte each."""
+    numbers = sum(p.numel() for p in tiny_model().parameters())
+    build = functools.partial(int8.build, fold=lambda *_: None)
+    for free in (numbers, numbers - 1):
+        monkeypatch.setattr(model_file, "free_memory", lambda device, free=free: free)
+        if free == numbers:
+            model_file.random_model(test_all.tiny_config(), CPU, torch.float32, build=build)
+        else:
+            with pytest.raises(UserError, match="the weights need"):
+                model_file.random_model(test_all.tiny_config(), CPU, torch.float32, build=build)
+
+
+# ------------------------------------------------------------------------------------------------ parallel.py
+# torchrun runs this file as a script: `ranked` goes through all cases in every process. Then the last rank
+# fails on purpose. Tests of one process play the ranks one after another.
+
+# A rank's latent is of its own heads: at full rank it loses nothing, whatever the ranks.
+TOP_JOINT = [
+    ("sals", test_all.FULL | {"skip": ""}),
+    ("sals", test_all.FULL | {"skip": "", "score": "sum"}),
+    ("elitekv", {"r": 2}),
+]
+TOP_RANKED = [("dense", {}), ("fdc", {})]
+TOP_RANKED += [case for case in test_all.CASES if case[0] not in ("sals", "elitekv")]
+JOINT = [("shadowkv", SHADOW_ALL)]
+# But where a process draws noise or merges heads of its own.
+RANKED = [case for case in CASES if case[0] not in ("shadowkv", "keyformer", "hshare")]
+
+
+def every_checkpoint(path: Path, **changes) -> Path:
+    """A tiny checkpoint, calibrated for every method there is."""
+    everything = SimpleNamespace(METHODS=compress.METHODS | METHODS)
+    return test_all.tiny_checkpoint(path, everything, **changes)
+
+
+@pytest.fixture(scope="module")
+def every_folder(tmp_path_factory):
+    return every_checkpoint(tmp_path_factory.mktemp("every") / "tiny")
+
+
+def ranked(folder: Path, n: int) -> dict[str, tuple]:
+    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of weights.
+    The rows for comparison are run by two ranks."""
+    cases = [("four", *case) for case in TOP_RANKED + TOP_JOINT]
+    if n < 4:
+        cases += [("four", *case) for case in RANKED + JOINT]
+    cases.append(("two", "dense", {}))
+    found = {}
+    for name, method, options in cases:
+        # all that the latent can hold
+        most = {"d_ckv": min(48, 4 // parallel.world_size() * 28)} if method == "elitekv" else {}
+        engine = test_all.fitted_engine(folder / name, method, 2, 80, **options, **most)
+        logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(4, 2)] * 2)
+        tokens = generate.decode_rows(engine, 4, lambda ids: False).token_ids
+        figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
+        weights = sum(p.numel() for p in engine.model.parameters())
+        found[f"{name} {method} {options}"] = logits, tokens, figures, weights
+    return found
+
+
+def ranked_line(folder: Path) -> str:
+    line = f"generate --checkpoint {folder}/four --method loki --prompt - --prompt 'The red'"
+    return f"{line} --device cpu --temperature 2 --ignore_eos --max_new_tokens 6"
+
+
+def ranked_main() -> None:
+    rank, n, folder = parallel.rank(), parallel.world_size(), Path(sys.argv[1])
+    torch.save(ranked(folder, n), folder / f"{n}-{rank}.pt")
+    # Rank 0 reads stdin and draws for all.
+    text = "Twelve" if rank == 0 else "of another rank"
+    sys.stdin.stream = io.StringIO(f"one\ntwo\nthree\n{text}")
+    assert [sys.stdin.readline(), next(iter(sys.stdin)), sys.stdin.read(6)] == ["one\n", "two\n", "three\n"]
+    argv = shlex.split(f"{ranked_line(folder)} --json --seed {rank}")
+    generate.run_generate(generate.parse_args(argv[1:]))
+    sys.stdout.flush()
+    parallel.all_gather_object("all have printed")
+    if rank == n - 1:
+        raise UserError("the last rank fails")
+    parallel.all_gather_object("the others wait for it")
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """A model with all biases, and one of fewer KV heads than ranks; what they give in one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    every_checkpoint(folder / "four", n_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True)
+    every_checkpoint(folder / "two", n_layers=2, group=4)
+    return folder, ranked(folder, 1)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, cli):
+    folder, alone = one_rank
+    report = cli.json(ranked_line(folder), stdin="Twelve")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n, "--redirects", 3]
+    torchrun += ["--log_dir", folder / f"logs{n}", "--module", "extras.test_extras"]
+    done = test_all.python(*torchrun, folder, OMP_NUM_THREADS="1")
+    logs = {kind: sorted(folder.glob(f"logs{n}/**/{kind}.log")) for kind in ("stdout", "stderr")}
+    text = {kind: [file.read_text() for file in files] for kind, files in logs.items()}
+    assert done.returncode == 1 and "exitcode  : 2" in done.stderr, "".join(text["stderr"])
+    assert text["stderr"][-1] == "error: the last rank fails\n" and "rror" not in "".join(text["stderr"][:-1])
+    assert text["stdout"][0].startswith("[row 0]") and not any(text["stdout"][1:])
+
+    found = [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)]
+    for case in found[0]:
+        logits, tokens, (measured, formula), weights = alone[case]
+        joint = case.split()[1] in {method for method, _ in TOP_JOINT + JOINT}
+        together = [rank[case] for rank in found]
+        assert error(together[0][0], logits) < (1e-4 if joint else 1e-5), case
+        for own_logits, own_tokens, (own_measured, own_formula), own_weights in together:
+            assert torch.equal(own_logits, together[0][0]) and own_tokens == tokens, case
+            assert own_measured == own_formula and own_weights < weights, case
+        if not joint and case.startswith("four"):
+            total = sum(figures[0] for *_, figures, _ in together)
+            assert measured == formula <= total < 1.01 * measured, case  # LRQK counts its misses on each rank
+    own_report = json.loads(text["stdout"][0].splitlines()[-1])
+    for name in ("token_ids", "text"):
+        assert own_report[name] == report[name]
+    for name in ("cache_bytes_measured", "cache_bytes_dense", "bytes_read_per_step"):
+        assert own_report[name] * n == report[name]
+
+
+def play_rank(monkeypatch, rank: int, n: int) -> None:
+    """Until the test ends this process is one of n, and its models are cut."""
+    replaced = [(model_file, "empty_model"), (model_file, "copy_weight"), (compress, "read_artifact")]
+    classes = (model_file.Attention, compress.EliteAttention, model_file.FeedForward)
+    replaced += [(each, "forward") for each in classes]
+    replaced += [(generate, "device_and_dtype"), (generate.Engine, "_sample"), (generate.LLM, "identity")]
+    for owner, name in replaced:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it will be again
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(parallel, "world_size", lambda: n)
+    monkeypatch.setattr(parallel.dist, "all_reduce", lambda y: None)
+    monkeypatch.setattr(parallel.dist, "broadcast", lambda *_: None)
+    parallel.cut_models()
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
+@pytest.mark.parametrize("n, coded", [(2, False), (4, False), (8, False), (2, True)])  # of 4 KV heads
+def test_shares_of_a_layer_sum_to_the_layer(family, n, coded, tmp_path, monkeypatch):
+    save_checkpoint(tiny_model(family=family), tmp_path)
+    x = torch.randn(1, 20, 48)
+    build = functools.partial(int8.build, fold=lambda *_: None) if coded else model_file.build
+
+    def parts() -> tuple[torch.Tensor, torch.Tensor, int]:
+        model = load_model(tmp_path, CPU, torch.float32, build)
+        layer, tables = model.layers[1], rope_tables(model.config, 20, CPU)
+        linears = layer.linears()
+        assert all((linear.weight.dtype == torch.int8) == coded for linear in linears)
+        attended = layer.attention(x, layer.attention.causal(*tables))
+        return attended, layer.feed_forward(x), sum(linear.weight.numel() for linear in linears)
+
+    whole, shares = parts(), []
+    for rank in range(n):
+        play_rank(monkeypatch, rank, n)
+        shares.append(parts())
+    attended, mlp, weights = map(sum, zip(*shares, strict=True))
+    limit = 2e-2 if coded else 1e-5  # a rank has scales of its own columns of wo and w2
+    assert error(attended, whole[0]) < limit and error(mlp, whole[1]) < limit
+    assert weights == whole[2] + (n > 4) * 2 * 4 * 16 * 48  # each KV head twice for 8 ranks
+
+
+def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monkeypatch):
+    given, models = (test_all.tiny_config(), CPU, torch.float32), []
+    for rank in range(2):
+        play_rank(monkeypatch, rank, 2)
+        models.append(model_file.random_model(*given))
+    first, second = models
+    assert not torch.equal(first.output.weight, model_file.random_model(*given, 1).output.weight)
+    assert torch.equal(first.output.weight, second.output.weight)
+    assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
+    assert first.config.n_kv_heads == 2 and first.config.whole.n_kv_heads == 4
+    assert [parallel.share_of(test_all.tiny_config(), n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert make_engine(first, "sals", 1, 64, compress.random_artifact("sals", first.config))
+
+
+def test_a_rank_needs_memory_for_its_share_alone(monkeypatch):
+    share = parallel.share_of(test_all.tiny_config(), 4)
+    needed = sum(p.nbytes for p in Llama(share).parameters())
+    play_rank(monkeypatch, 0, 4)
+    monkeypatch.setattr(model_file, "free_memory", lambda device: needed)
+    model = model_file.random_model(test_all.tiny_config(), CPU, torch.float32)
+    assert sum(p.nbytes for p in model.parameters()) == needed
+    monkeypatch.setattr(model_file, "free_memory", lambda device: needed - 1)
+    with pytest.raises(UserError, match="the weights need"):
+        model_file.random_model(test_all.tiny_config(), CPU, torch.float32)
+
+
+def test_shards_of_sals_are_the_blocks_of_the_covariance(every_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "tiny"
+    shutil.copytree(every_folder, folder)
+    model = load_model(folder, CPU, torch.float32)
+    tokens = torch.tensor(random_ids(400)).view(2, 200)
+    second = calibrate.key_moments(model, tokens)["pre"].second[3]
+    made, _ = calibrate.fit_sals(model, tokens, 1.0)
+    test_all.put_artifact(folder, "sals", made, model)
+    for rank, heads in enumerate((slice(0, 32), slice(32, 64))):
+        play_rank(monkeypatch, rank, 2)
+        own = compress.load_artifact(folder, "sals", load_model(folder, CPU, torch.float32))
+        basis = own["3.key_basis"][:, :16].double()  # [32, 16]
+        values, vectors = calibrate.eigen(second[heads, heads])
+        truth = vectors[:, :16]
+        assert error(basis @ basis.T, truth @ truth.T) < 1e-3
+        assert torch.equal(own["scale"], made["scale"][:, heads])
+        kept = own["key_eigenvalues"][3].double()
+        assert kept.shape == (32,) and error(kept[:8], values[:8]) < 1e-3
+
+
+def test_a_rank_has_its_share_of_elitekvs_latent(every_folder, tmp_path, monkeypatch):
+    """And one number at least. Each rank's factors are of its own heads: together they hold d_ckv."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(every_folder, folder)
+    model = load_model(folder, CPU, torch.float32)
+    made = test_all.artifact_of("elitekv", model)
+    for d_ckv, n, own in ((40, 2, 20), (41, 4, 10), (3, 4, 1)):
+        test_all.put_artifact(folder, "elitekv", made | {"d_ckv": torch.tensor(d_ckv)}, model)
+        play_rank(monkeypatch, n - 1, n)
+        cache = test_all.fitted_engine(folder, "elitekv", 1, 20).caches[0]
+        assert cache.token_bytes() == 4 * (own + 2 * 2 * cache.config.n_kv_heads), (d_ckv, n)
+
+
+def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path, monkeypatch):
+    line = f"generate --checkpoint {every_folder} --prompt hello"
+    play_rank(monkeypatch, 0, 3)
+    assert "cannot evenly share 8 query heads, 4 KV heads and ffn_dim 64; use" in cli.refusal(line)
+    play_rank(monkeypatch, 0, 2)
+    elite = NANO.parent / "nano-elitekv"
+    refusal = cli.refusal(f"generate --checkpoint {elite} --method elitekv --prompt a")
+    assert "one latent of all heads" in refusal
+    assert "one process; leave out torchrun" in cli.refusal(f"{line} --save_cache {tmp_path}/c")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(parallel, "device_and_dtype", lambda device, dtype: (device, dtype))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="each process needs a GPU of its own; use --nproc_per_node 1"):
+        generate.device_and_dtype("cuda")
+    with mock.patch.object(torch.cuda, "set_device") as set_device:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        generate.device_and_dtype("cuda")
+    set_device.assert_called_once_with(0)
+
+
 if __name__ == "__main__":  # a process of test_several_ranks
-    test_all.generate.run_command(lambda: test_all.ranked_main(sys.modules[__name__]))
+    generate.run_command(ranked_main)

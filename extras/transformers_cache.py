@@ -13,7 +13,6 @@ padding enters no cache; its attention is zero.
 
 import functools
 import inspect
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress import Artifact, Cache, Context, cache_bytes, load_artifact, method_named, settings_from
-from generate import check_capacity, check_memory
+from generate import check_capacity, check_memory, import_hopper
 from model import Llama, ModelConfig, UserError, find_weights, fingerprint, weight_files, weight_slots
 
 
@@ -88,19 +87,15 @@ class CompressedAttention(nn.Module):
         self.attention, self.shared = attention, shared
         self.extend, self.decode = cache.extend, cache.decode  # a module in it would be the model's
 
-    def attend(self, x: Tensor, attend: Callable) -> Tensor:
-        # Its forward would sum over processes: here each has a model of its own.
-        return self.attention.wo(self.attention.attended(self.attention.wqkv(x), attend))
-
     def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
         state, out = self.shared, torch.zeros_like(hidden_states)
         if state.is_step:  # of all rows of the caches
             x = F.pad(hidden_states[:, 0], (0, 0, 0, len(state.pos) - len(out)))
-            return self.attend(x, partial(self.decode, state.pos))[: len(out), None], None
+            return self.attention(x, partial(self.decode, state.pos))[: len(out), None], None
         for row, (start, n) in enumerate(zip(state.lengths, state.new, strict=True)):
             if n:
                 extend = partial(self.extend, row, slice(start, start + n))
-                out[row, -n:] = self.attend(hidden_states[row, -n:], extend)
+                out[row, -n:] = self.attention(hidden_states[row, -n:], extend)
         return out, None
 
 
@@ -149,6 +144,8 @@ def compress(
             slot.copy_(weights.pop(name))
         layer.self_attn = None  # its memory becomes free
     context = Context(model, batch_size, capacity)
+    if context.kernel:
+        import_hopper(context.device)
     cache = CompressedCache(context, method_named(method).build(model, chosen, context, artifact))
     for layer, ours, own in zip(inner.layers, model.layers, cache.layers, strict=True):
         layer.self_attn = CompressedAttention(ours.attention, own, cache)
