@@ -460,11 +460,11 @@ def width_for(method: str) -> int:
 
 
 def options_for(c: model_file.ModelConfig, options: dict) -> dict:
-    """With heads to share and dims of a latent no more than the model has."""
-    limits = {"share_heads": c.n_kv_heads - 1}
-    if "d_ckv" in options:
-        limits["d_ckv"] = c.n_kv_heads * 2 * (c.head_dim - options.get("r", 0))
-    return options | {name: min(options[name], limits[name]) for name in options.keys() & limits.keys()}
+    """With no more dims of a latent than the model has."""
+    if "d_ckv" not in options:
+        return options
+    most = c.n_kv_heads * 2 * (c.head_dim - options.get("r", 0))
+    return options | {"d_ckv": min(options["d_ckv"], most)}
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
     python generate.py --method h2o                  a name that compress.METHODS lacks is looked up here
     python calibrate.py fit --method palu            and so is how its artifact is fitted
-Methods: StreamingLLM, H2O, Keyformer, SnapKV, Quest, SALS as deployed, Double Sparsity, HShare, FP8,
-TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table.
+Methods: StreamingLLM, H2O, SnapKV, Quest, SALS as deployed, Double Sparsity, FP8, TurboQuant, ShadowKV and
+Palu. METHODS, at the end, is the table.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ class ProxyCache(DenseCache):
         return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
 
 
-# ------------------------------------------------------------------------------------- H2O, Keyformer, SnapKV
+# ------------------------------------------------------------------------------------------------ H2O, SnapKV
 
 
 class SlotCache(DenseCache):
@@ -160,11 +160,6 @@ class H2oSettings:
         return 0, total - recent, recent
 
 
-@dataclass
-class KeyformerSettings(H2oSettings):
-    """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
-
-
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
     """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
     [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
@@ -188,19 +183,14 @@ class H2oCache(SlotCache):
         super().__init__(context, settings)
         self.recent = settings.budget(context.capacity)[2]
         self.table("attention", *self.position.shape[1:], dtype=torch.float32)
-        self.table("start")  # the prompt's length
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
-        return logits.softmax(-1)
 
     def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
-        attention, held = self.weights(logits[None])[0].sum((1, 2)), min(span.start, self.count)
+        attention = logits.softmax(-1).sum((1, 2))  # [Hkv, N]
+        held = min(span.start, self.count)
         attention[:, :held] += self.attention[row, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
-        self.start[row] = span.stop
         return kept
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
@@ -220,9 +210,7 @@ class H2oCache(SlotCache):
             q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-        start = self.start[:, None, None, None]
-        part = (now[..., None] - start) / (self.context.capacity - start)  # of what may be generated
-        self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
+        self.attention += logits.softmax(-1).sum(2)
         return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
 
     def used(self, row: int, n: int) -> dict[str, Tensor]:
@@ -231,20 +219,6 @@ class H2oCache(SlotCache):
 
     def bytes_read(self, length: int) -> int:
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
-
-
-class KeyformerCache(H2oCache):
-    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated; tau goes from 1 to 2."""
-
-    def __init__(self, context: Context, settings: KeyformerSettings):
-        super().__init__(context, settings)
-        # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
-        self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
 
 
 @dataclass
@@ -411,7 +385,7 @@ class SalsCannCache(ProxyCache):
         return self.select_pages(scores, pos, self.tail)
 
 
-# ------------------------------------------------------------------------------------ Double Sparsity, HShare
+# -------------------------------------------------------------------------------------------- Double Sparsity
 
 
 @dataclass
@@ -433,18 +407,13 @@ class DoubleSparseCache(ProxyCache):
         self.basis = channels.to(context.device, context.dtype)
         self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
 
-    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
-        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = (
-            kernels.scores(
-                in_basis(q, self.basis), label, None, pos, self.scale, "largest", kernel=self.kernel
-            ),
-            self.budget,
-        )
-        return kernels.select(scores, pos, (x, count - x - z, z), recent=True, kernel=self.kernel)
-
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.proxies.vectors, self.count)
+        """The best by their labels: tokens [B, Hkv, n], negative where none."""
+        labels = self.proxies.vectors  # [B, Hkv, S, r_c]
+        scores = kernels.scores(
+            in_basis(q, self.basis), labels, None, pos, self.scale, "largest", kernel=self.kernel
+        )
+        return kernels.select(scores, pos, self.budget, recent=True, kernel=self.kernel)
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
@@ -463,75 +432,6 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
     importance = torch.stack(sums).cpu() / tokens.numel()
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
-
-
-@dataclass
-class HshareSettings(DoubleSparseSettings):
-    """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
-
-    every: int = setting(8, "steps for which a selection is used", within="[1, 1e9]")
-    share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
-
-
-def share_map(overlap: Tensor, merged: int) -> Tensor:
-    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
-    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
-    n = len(overlap)
-    f = torch.arange(n, device=overlap.device)
-    pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
-    for _ in range(merged):
-        i, j = divmod(int(pairs.argmax()), n)
-        f[f == i] = j  # i itself, and what was merged into it before
-        pairs[i], pairs[:, i] = -torch.inf, -torch.inf
-    return f
-
-
-class HshareCache(DoubleSparseCache):
-    """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
-
-    def __init__(self, context: Context, settings: HshareSettings, *fitted):
-        super().__init__(context, settings, *fitted)
-        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
-        if merged >= heads:
-            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        selects, most = self.count < context.capacity, self.budget[1] + 1
-        if every > most and selects:
-            raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
-        self.every, self.merged = (every, merged) if selects else (1, 0)
-        self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.table("held", heads, self.held_count)  # the selection
-        self.table("since", fill=-self.every)
-        self.table("head", heads)  # whose selection a head uses
-
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        super().write_chunk(row, span, q, k, v)
-        self.since[row] = -self.every  # the first step selects
-        self.head[row] = torch.arange(k.shape[1], device=k.device)
-        if self.merged:
-            # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            x, _, z = self.budget
-            count = min(self.held_count, max(x + z + 1, span.stop // 2))
-            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.vectors[row : row + 1]
-            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
-            index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
-            member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[row] = share_map(member @ member.T, self.merged).int()
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.proxies.vectors, self.held_count)
-        index = index.gather(1, self.head.long()[..., None].expand_as(index))
-        due = pos - self.since >= self.every  # [B]
-        self.since.copy_(torch.where(due, pos, self.since))
-        self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
-        # A row that the budget covers is attended whole: its first `count` tokens, as far as written.
-        whole, first = (pos < self.count)[:, None, None], self.context.positions[: self.count]
-        index = torch.where(whole, first, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
-        return index.where(index <= pos[:, None, None], -1)
-
-    def score_bytes(self, length: int) -> int:
-        heads = self.config.n_kv_heads
-        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
 # -------------------------------------------------------------------------------- keys less their mean, FP8
@@ -957,12 +857,10 @@ PALU = "extras.baselines:fit_palu", of_heads("k.basis", "v.basis")
 METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
-    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "snapkv": Method(SnapKvSettings, each_layer(SnapKvCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), "calibrate:fit_loki", loki_tensors),
     "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
-    "hshare": Method(HshareSettings, each_layer(HshareCache), *IMPORTANCE),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), fold=fold_kv_bits),
