@@ -175,7 +175,7 @@ def _nearest(x):
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+LEVELS_APART = {2: 0.9957, 4: 0.3352}
 
 
 def four_bit_code(level):
@@ -317,9 +317,9 @@ def launch_append(
 
 
 def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
-    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it. The
-    kernel writes one new token a row to stores of mixed and of spread codes."""
-    if kernel and isinstance(where[1], Tensor) and (latents.kind, values.kind) == ("mixed", "spread"):
+    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores, of mixed and of spread codes;
+    where: as these have it. The kernel writes one new token a row."""
+    if kernel and isinstance(where[1], Tensor):
         codes = (part.transpose(1, 2) for part in values.parts())  # a token's heads lie side by side
         launch_append(latent, v, where[1].int(), *latents.parts(), *codes)
     else:
@@ -330,14 +330,14 @@ def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: boo
 # ---------------------------------------------------------------------------------------- queries of blocks
 
 
-def block_queries_reference(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None) -> tuple:
+def block_queries_reference(q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor) -> tuple:
     """What block_queries says, in PyTorch."""
     basis = basis.unflatten(0, (-1, q.shape[-1]))  # [Hkv, D, r*]
     a, b = q.float().unflatten(1, (1, len(basis), -1)).chunk(2, -1)  # [B, 1, Hkv, G, D/2]
     c, s = cos[:, None, None], sin[:, None, None]
     turned = torch.cat((a * c + b * s, b * c - a * s), -1).to(q.dtype)  # [B, n, Hkv, G, D]
     queries = torch.einsum("bnhgd,hdr->bnhgr", turned, basis).flatten(2, 3)
-    return queries, None, None if mean is None else mean_logits(q, cos, sin, mean)
+    return queries, None, mean_logits(q, cos, sin, mean)
 
 
 def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
@@ -442,16 +442,16 @@ def takes_codes(q: Tensor, r_score: int) -> bool:
 
 
 def block_queries(
-    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None, coded: bool, kernel: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool, kernel: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
 
     q [B, Hq, D] after RoPE is rotated back by each block: cos, sin [n, D/2] fp32 (ours: the paper scores
     without RoPE). Gives three tensors: the products with its KV head's rows of the basis U_r* [Hkv * D, r*],
-    of q's dtype, [B, n, Hq, r*]; None; and those with its part of the mean [Hkv * D] fp32, or None,
-    [B, n, Hq] fp32. For `coded` vectors a kernel may give int8 codes of the queries, [2, B, n, Hq, r*], and
-    in the place of None their scales [B, n, Hq] fp32 (_split_queries)."""
-    if not kernel or mean is None:
+    of q's dtype, [B, n, Hq, r*]; None; and those with its part of the mean [Hkv * D] fp32, [B, n, Hq] fp32.
+    For `coded` vectors a kernel may give int8 codes of the queries, [2, B, n, Hq, r*], and in the place of
+    None their scales [B, n, Hq] fp32 (_split_queries)."""
+    if not kernel:
         return block_queries_reference(q, cos, sin, basis, mean)
     coded = coded and takes_codes(q, basis.shape[1])
     queries, query_scale, offset = launch_block_queries(q.contiguous(), cos, sin, basis, mean, coded)

@@ -19,7 +19,6 @@ from compress import (
     Cache,
     Context,
     DenseCache,
-    Int8Store,
     KeepSettings,
     Method,
     RebuiltKeys,
@@ -28,7 +27,7 @@ from compress import (
     Window,
     appended,
     each_layer,
-    fold_kv_bits,
+    fit_budget,
     fold_values,
     in_basis,
     keep_setting,
@@ -41,10 +40,9 @@ from compress import (
     rank_of,
     ring_positions,
     setting,
-    within,
 )
-from kernels import as_fp16, gather_rows, pack, unpack
-from model import Llama, UserError, apply_rope, causal_attention
+from kernels import as_fp16, gather_rows, matmul_codes, pack, unpack
+from model import Llama, UserError, apply_rope, causal_attention, quantize_int8
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
 
@@ -54,10 +52,10 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, 1e9]")
+    recent: int = setting(508, "w: last tokens that are kept", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        return within(capacity, self.sinks, 0, self.recent)
+        return fit_budget(capacity, self.sinks, 0, self.recent)
 
 
 class StreamingCache(DenseCache):
@@ -150,13 +148,13 @@ class SlotCache(DenseCache):
 class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
-    keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
+    keep: float = keep_setting(512)
     window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
+        """Half of the tokens are heavy hitters, half are recent."""
         total = kept_tokens(self.keep, capacity)
-        recent = max(1, total - round(self.heavy * total))
+        recent = max(1, total - round(total / 2))
         return 0, total - recent, recent
 
 
@@ -225,7 +223,7 @@ class H2oCache(SlotCache):
 class SnapKvSettings:
     """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later tokens."""
 
-    keep: float = keep_setting(512, sets="bytes tokens")
+    keep: float = keep_setting(512)
     room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, 1e9]")
     window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]")
     pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
@@ -234,7 +232,7 @@ class SnapKvSettings:
         total = kept_tokens(self.keep, capacity)
         if total < capacity:
             left_to_select(self.keep, total, capacity, 0, self.window + self.room)
-        return within(total, 0, total, self.room)
+        return fit_budget(total, 0, total, self.room)
 
 
 def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
@@ -350,26 +348,49 @@ class QuestCache(ProxyCache):
 # ------------------------------------------------------------------------------------------- SALS as deployed
 
 
+class Int8Store(TokenStore):
+    """Int8 codes with one scale a vector (`quantize_int8`)."""
+
+    kind, bits = "int8", 8
+
+    def layout(self) -> dict[str, tuple]:
+        return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_int8(x)
+        return codes, scale[..., 0]
+
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
+
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.vectors, self.scale
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return matmul_codes(weights * self.scale[:, :, None], self.vectors)
+
+
 @dataclass
 class SalsCannSettings(QuestSettings):
     """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
 
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
-    rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
-    tail: int = setting(8, "last pages, which are always attended", within="[1, 1e9]")
+
+
+CANN_TAIL = 8  # last pages, which are always attended
 
 
 class SalsCannCache(ProxyCache):
-    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
+    """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is rebuilt."""
 
     def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
         shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
         stores = (Int8Store(*shape, D) for _ in range(2))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
         self.page = min(settings.page, context.capacity)
-        self.tail = min(settings.tail, self.count // self.page - 1)
-        r = rank_of(settings.rank, D)
+        self.tail = min(CANN_TAIL, self.count // self.page - 1)
+        r = rank_of(0.5, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
         self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
         self.proxies = ScaledStore(*shape, r, 4)
@@ -555,13 +576,15 @@ def fp8_cache(context: Context, settings: Fp8Settings) -> Cache:
 class TurboQuantSettings(CentreSettings):
     """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
 
-    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
+    bits: int = setting(4, "bits of a code", (2, 4))
 
 
 # The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
 # as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
-LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
-LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+LEVELS = {
+    2: (0.4528, 1.51),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+}
 
 
 def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
@@ -570,17 +593,6 @@ def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
     y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
     codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
     return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """`pack`, which 3 bits enter as 2 and 1."""
-    return pack(codes, bits) if bits != 3 else torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
-
-
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """The inverse."""
-    low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-    return unpack(packed, bits) if bits != 3 else unpack(low, 2) | unpack(high, 1) << 2
 
 
 class LevelStore(ScaledStore):
@@ -598,10 +610,10 @@ class LevelStore(ScaledStore):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
         rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
-        return pack_codes(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
 
     def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.levels[unpack_codes(rows, self.bits).int()] * scale[..., None].float()
+        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
 
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
@@ -625,15 +637,14 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
+    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", within="(0, 1]")
     chunk: int = setting(8, "tokens of a chunk", within="[1, 1e9]")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]")
-    kv_bits: int = setting(16, "bits of V in host memory (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """Outliers stand in the place of sinks."""
-        selected, outliers, recent = within(capacity, *self.layout(capacity))
+        selected, outliers, recent = fit_budget(capacity, *self.layout(capacity))
         return outliers, selected, recent
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
@@ -696,9 +707,7 @@ class ShadowKvCache(Cache):
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
-        values, bits = (context, heads, context.capacity, d), settings.kv_bits
-        coded = bits < 16
-        self.values = ScaledStore(*values, bits, host=True) if coded else TokenStore(*values, host=True)
+        self.values = TokenStore(context, heads, context.capacity, d, host=True)
 
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
@@ -777,8 +786,8 @@ class ShadowKvCache(Cache):
         chosen = min(self.selected, max(0, length - recent - outliers))
         elements = (length // self.chunk + 2 * (outliers + recent)) * c.kv_dim
         elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        values = sum(part[0, :, 0].nbytes for part in self.values.parts())
-        return elements * self.context.dtype.itemsize + chosen * values
+        elements += chosen * c.kv_dim
+        return elements * self.context.dtype.itemsize
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -788,7 +797,7 @@ class ShadowKvCache(Cache):
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", within="(0, 1]")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
@@ -805,6 +814,15 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
+class PaluKeys(RebuiltKeys):
+    """Keys rebuilt of latents [B, Hkv, S, r] in 16 bits, each head's own."""
+
+    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
+        bias = self.bias.float()[..., None]
+        paired = [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (self.basis, bias)]
+        return [None, None, paired[0], None, paired[1]]
+
+
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
 
@@ -813,7 +831,7 @@ class PaluCache(Cache):
         basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
         shape = len(basis), context.capacity, basis.shape[2]
         latents, basis = TokenStore(context, *shape), basis.to(context.device)
-        self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
+        self.keys = PaluKeys(latents, basis, bias.to(context.dtype))
         self.values = TokenStore(context, *shape)
 
     def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
@@ -863,6 +881,6 @@ METHODS = {
     "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), fold=fold_kv_bits),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),
 }
