@@ -1836,9 +1836,8 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
-    # 2. The n-th miss takes the n-th of the other slots. One number more goes first into the sum: so Inductor
-    # does not fuse into it the gather that gave `hit`, which would then wait for it.
-    n = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
+    # 2. The n-th miss takes the n-th of the other slots.
+    n = misses_so_far(hit)
     others = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
     place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
     # 3. The tables forget what is evicted, and learn what comes.
@@ -1848,6 +1847,14 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
     stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
     return place, miss
+
+
+def misses_so_far(hit: Tensor) -> Tensor:
+    """How many entries of hit [..., k] are misses, up to each: [..., k] int32.
+
+    One number more goes first into the sum: so Inductor does not fuse into it the gather that gave `hit`,
+    which would then wait for it."""
+    return F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
 
 
 def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:

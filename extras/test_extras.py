@@ -96,7 +96,7 @@ CASES = [
     ("snapkv", SNAP),
     *(("turboquant", {"bits": bits}) for bits in (2, 4)),
     *(("fp8", {}), ("fp8", CENTRED), ("turboquant", CENTRED)),
-    ("sals_cann", {"keep": 48, "page": 4}),
+    ("sals_cann", {"keep": 24, "page": 4}),
 ]
 GRAPHED, STORES = CASES, []
 
@@ -127,7 +127,7 @@ SELECTORS = [
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25}, 24, 0, 1, 0, ""),
     ("doublesparse", {"keep": 24, "channels": 1.0}, 24, 0, 1, 0, "largest"),
-    ("sals_cann", {"keep": 48, "page": 4}, 48, 0, 29, 3, ""),
+    ("sals_cann", {"keep": 24, "page": 4}, 24, 0, 17, 3, ""),
     ("shadowkv", SHADOW_1 | {"outliers": 0}, 57, 0, 6, 4, "early"),
     ("shadowkv", SHADOW_1, 57, 0, 6, 16, "early"),  # a short prompt has no outliers
 ]
