@@ -236,24 +236,18 @@ def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
 
 
 def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
-    """P: principal components of each KV head's keys, centred, fitted before and after RoPE (Loki sec. 3).
-    Both are used on keys after RoPE; `better` names the one of lower perplexity on the last windows."""
-    tensors, facts, heads, trial = {}, {}, (model.config.n_kv_heads, model.config.head_dim), tokens[-4:]
-    prompts, ends = trial.tensor_split((-max(1, trial.shape[1] // 8),), 1)
-    bar = Progress("trial", 2 * ends.shape[1])
+    """P: principal components of each KV head's keys, centred, of keys before RoPE ("pre") and after it
+    ("post"; Loki sec. 3). Both are used on keys after RoPE."""
+    heads = (model.config.n_kv_heads, model.config.head_dim)
+    tensors, facts = {}, {}
     for name, keys in key_moments(model, tokens).items():
         blocks = keys.covariance().unflatten(2, heads).unflatten(1, heads)
         own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
         values, vectors = eigen(own)
-        tensors |= {f"{name}.eigenvalues": values.float(), f"{name}.basis": vectors.float()}
-        context = Context(model, *trial.shape)
-        caches = method_named("loki").build(model, compress.LokiSettings(basis=name), context, tensors)
-        engine = Engine(model, caches, context, Sampling())
-        (loss, *_), _ = eval_perplexity(engine, prompts.tolist(), ends, None, bar)
-        facts[f"perplexity_{name}"] = loss.mean().exp().item()
+        tensors[f"{name}.eigenvalues"] = values.float()
+        tensors[f"{name}.basis"] = vectors.float()
         kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
         facts[f"energy of 25%, {name}"] = kept.mean().item()
-    tensors["better"] = torch.tensor(int(facts["perplexity_post"] <= facts["perplexity_pre"]))
     return tensors, facts
 
 

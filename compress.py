@@ -20,7 +20,6 @@ What is stored is a buffer, so the measured size is the sum of the buffers: noth
 import dataclasses
 import functools
 import glob
-import itertools
 import math
 import os
 import shutil
@@ -31,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +54,18 @@ from kernels import (
 )
 from model import Attention, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
-VARIANTS = ("ours", "paper")
+VARIANTS = ("ours", "paper")  # of a method whose defaults are not all the paper's
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
 Stored = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
-def setting(default, text: str, choices: tuple | None = None, sets: str = "", within: str = "[0, 1e9]"):
-    """A field of a settings dataclass: a command-line option. within: the interval of the numbers allowed.
-    sets: what calibrate.py eval turns it for, "bytes" (a token), "tokens" (attended, of `budget`) or both."""
-    return field(default=default, metadata={"help": text, "choices": choices, "sets": sets, "within": within})
+def setting(default, text: str, choices: tuple | None = None, within: str = "[0, 1e9]"):
+    """A field of a settings dataclass, which is a command-line option, too.
+
+    choices: the values allowed, or None. within: the interval of the numbers allowed (`inside`)."""
+    return field(default=default, metadata={"help": text, "choices": choices, "within": within})
 
 
 def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) -> bool:
@@ -139,10 +140,12 @@ def left_to_select(keep: float, total: int, capacity: int, x: int, z: int) -> in
     return total - x - z
 
 
-def within(capacity: int, *parts: int) -> tuple[int, ...]:
-    """The parts of a budget, in tokens, each cut to what those after it leave of the capacity."""
-    ends = [min(end, capacity) for end in itertools.accumulate(reversed(parts))]
-    return tuple(end - start for start, end in zip((0, *ends), ends, strict=False))[::-1]
+def fit_budget(capacity: int, n_sinks: int, n_selected: int, n_recent: int) -> tuple[int, int, int]:
+    """Cuts a budget to the capacity: recent tokens come first, then selected ones, then sinks."""
+    n_recent = min(n_recent, capacity)
+    n_selected = min(n_selected, capacity - n_recent)
+    n_sinks = min(n_sinks, capacity - n_recent - n_selected)
+    return n_sinks, n_selected, n_recent
 
 
 def rank_of(fraction: float, width: int) -> int:
@@ -186,19 +189,18 @@ def spread_levels(scale: Tensor, bits: int) -> Tensor:
 def mix_codes(weights: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Tensor:
     """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] -> [B, H, G, D]: a
     product for each run of channels that one group and one plane of the codes hold."""
-    low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n]
-    width, n, parts = codes.shape[-1], low_scale.shape[-2], []
-    group = width * 8 // bits // n  # channels
+    low, scale = low_scale.to(weights.dtype).unbind(-1)  # [B, H, S, groups]
+    width = codes.shape[-1]  # bytes of a token, and channels of a plane
+    n_groups = low_scale.shape[-2]
+    group = width * 8 // bits // n_groups  # channels
     run = math.gcd(group, width)
-    for channel in range(0, group * n, run):
-        (plane, byte), i = divmod(channel, width), channel // group
+    parts = []
+    for channel in range(0, group * n_groups, run):
+        plane, byte = divmod(channel, width)
+        i = channel // group
         part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        if torch.compiler.is_compiling() and codes.device.type == "cpu":
-            # One loop: a matrix product would write all codes to memory as floats.
-            decoded = part * scale[..., i, None] + low[..., i, None]
-            parts.append((weights[..., None] * decoded[:, :, None]).sum(-2))
-        else:
-            parts.append(matmul_codes(weights * scale[:, :, None, :, i], part) + weights @ low[..., i, None])
+        mixed = matmul_codes(weights * scale[:, :, None, :, i], part)
+        parts.append(mixed + weights @ low[..., i, None])
     return torch.cat(parts, -1)
 
 
@@ -208,14 +210,12 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
     low, scale = low_scale.float().unbind(-1)  # [B, H, n, D]
     weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
     groups = codes.unflatten(2, (-1, 32))  # [B, H, n, 32, D * bits / 8]
-    planes = ((groups >> i) & (2**bits - 1) for i in range(0, 8, bits))
-    parts = zip(planes, weights.chunk(8 // bits, -1), strict=True)
-    coded = sum((plane.to(q.dtype) @ x.mT).float() for plane, x in parts)  # [B, H, n, 32, G]
-    coded = coded.flatten(2, 3).mT
-    # A group's number for each of its tokens by an index: where it is expanded and sliced, Inductor loops
-    # over whole groups, and the tokens of the last one get no value.
-    group = torch.arange(codes.shape[2], device=q.device) // 32
-    return coded + (q.float() @ low.mT)[..., group]
+    planes = [(groups >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    coded = 0.0
+    for plane, weight in zip(planes, weights.chunk(8 // bits, -1), strict=True):
+        coded = coded + (plane.to(q.dtype) @ weight.mT).float()  # [B, H, n, 32, G]
+    of_group = (q.float() @ low.mT).mT  # [B, H, n, G]
+    return (coded + of_group[:, :, :, None]).flatten(2, 3).mT
 
 
 # -------------------------------------------------------------------------------------------------- stores
@@ -235,7 +235,7 @@ def channel_logits(q: Tensor, codes: Tensor, low_scale: Tensor, bits: int) -> Te
 
 class TokenStore(nn.Module):
     """The numbers as they are; the base of other stores. by_token: a token's heads lie side by side. host:
-    the vectors lie in host memory (host_memory), and do not count."""
+    they lie in host memory (host_memory), and do not count."""
 
     kind, bits = "plain", 16
 
@@ -246,12 +246,11 @@ class TokenStore(nn.Module):
         super().__init__()
         self.context, self.heads, self.tokens, self.width, self.host = context, heads, tokens, width, host
         self.token_bytes, sizes = 0, (tokens, heads) if by_token else (heads, tokens)
+        zeros = host_memory if host else Context.zeros
         for name, (shape, dtype) in self.layout().items():
-            in_host = host and name == "vectors"
-            zeros = host_memory if in_host else Context.zeros
             part = zeros(context, *sizes, *shape, dtype=dtype)
             self.register_buffer(name, part.transpose(1, 2) if by_token else part)
-            self.token_bytes += 0 if in_host else heads * math.prod(shape) * dtype.itemsize
+            self.token_bytes += 0 if host else heads * math.prod(shape) * dtype.itemsize
 
     def layout(self) -> dict[str, tuple]:
         """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has there."""
@@ -348,41 +347,19 @@ def ring_positions(pos: Tensor, z: int) -> Tensor:
     return pos[:, None] - (pos[:, None] - torch.arange(z, device=pos.device)) % z
 
 
-class Int8Store(TokenStore):
-    """Int8 codes with one scale a vector (`quantize_int8`)."""
-
-    kind, bits = "int8", 8
-
-    def layout(self) -> dict[str, tuple]:
-        return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = kernels.quantize_int8(x)
-        return codes, scale[..., 0]
-
-    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
-        return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
-
-    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        return self.vectors, self.scale
-
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return matmul_codes(weights * self.scale[:, :, None], self.vectors)
-
-
 class CodedStore(TokenStore):
     """Codes of 2 or 4 bits with a minimum and a scale for 32 channels, or a narrow vector (`quantize`)."""
 
     group = 32  # channels that share them
 
     def __init__(
-        self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token=False, host=False
-    ):  # fmt: skip
+        self, context: Context, heads: int, tokens: int, width: int, bits: int, by_token: bool = False
+    ):
         self.bits, self.group = bits, min(self.group, width)
         if width % self.group or width * bits % 8:
             fault = "need a head dim that groups of 32 divide, or that fills whole bytes"
             raise UserError(f"{bits}-bit values {fault}, not {width}")
-        super().__init__(context, heads, tokens, width, by_token, host)
+        super().__init__(context, heads, tokens, width, by_token)
 
     def layout(self) -> dict[str, tuple]:
         codes = (self.width * self.bits // 8,), torch.uint8
@@ -403,7 +380,7 @@ class CodedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2, 4 or 8 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
+    """Codes of 2 or 4 bits with one scale for a vector, which is evenly spread (`quantize_spread`)."""
 
     kind = "spread"
     group = math.inf  # all of a vector
@@ -619,7 +596,7 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
 class KiviSettings:
     """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens attended."""
 
-    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4), sets="bytes")
+    bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4))
     residual: int = setting(128, "R: last values that stay exact, and keys of a block")
 
 
@@ -734,34 +711,51 @@ class KiviCache(DenseCache):
 class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
-    rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", sets="bytes", within="[0, 1]")
+    variant: str = setting(
+        "ours", "the published step and settings, or what is better on real models", VARIANTS
+    )
+    rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", within="[0, 1]")
     score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]")
     bits: int = setting(2, "bits of a value code", (2, 4))
-    form: str = setting("ours", "latents in codes, V rotated (ours), or 16-bit latents (paper)", VARIANTS)
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]")
-    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", sets="tokens", within="[0, 1]")
+    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", within="[0, 1]")
     score: str = setting("softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum"))
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
 
+    def __post_init__(self):
+        if self.variant == "paper" and self.score != "sum":
+            raise UserError("--variant paper has --score sum alone; leave --score out")
+
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        x, y, z = self.sinks, self.critical, self.recent
+        """(x, y, z): sinks, selected and recent tokens that a sparse layer attends."""
+        n_selected = self.critical
         if self.keep:
-            y = left_to_select(self.keep, round(self.keep * capacity), capacity, x, z)
-        return within(capacity, x, y, z)
+            total = round(self.keep * capacity)
+            n_selected = left_to_select(self.keep, total, capacity, self.sinks, self.recent)
+        return fit_budget(capacity, self.sinks, n_selected, self.recent)
 
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*). r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
         keys, and five eighths of narrow ones; r* is a quarter of r, at most an eighth of the width, at least
         32 (ours). Our codes leave an even r - r* > 0: a byte holds two dims."""
-        r = rank_of(self.rank or (0.625 if narrow(c) else min(0.5, 1024 / c.kv_dim)), c.kv_dim)
-        lead = rank_of(self.score_rank, r) if self.score_rank else max(32, min(r // 4, c.kv_dim // 8))
-        if self.form == "paper":
-            return r, min(r, lead)
+        if self.rank:
+            fraction = self.rank
+        elif narrow(c):
+            fraction = 0.625
+        else:
+            fraction = min(0.5, 1024 / c.kv_dim)
+        r = rank_of(fraction, c.kv_dim)
+        if self.score_rank:
+            r_score = rank_of(self.score_rank, r)
+        else:
+            r_score = max(32, min(r // 4, c.kv_dim // 8))
+        if self.variant == "paper":
+            return r, min(r, r_score)
         r = max(r, 4)
-        lead = min(lead, r - 2)
-        return r, lead + (r - lead) % 2
+        r_score = min(r_score, r - 2)
+        return r, r_score + (r - r_score) % 2
 
 
 def narrow(c: ModelConfig) -> bool:
@@ -888,30 +882,60 @@ def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
-def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> tuple:
-    """Layer i's `down` (keys to latents) and `up` (latents to keys, queries to latents) [Hkv*D, r], and the
-    mean key [Hkv*D], which latents lack. Paper: U_r twice, and None. Ours: S U_r and S^-1 U_r of keys S (k -
-    mean), rotated and scaled for codes, `up` as its int8 codes hold it. UserError if the rank is too high."""
-    metric, (r, lead) = "key" if settings.form == "paper" else "query", settings.ranks(c)
-    basis = artifact[f"{i}.{metric}_basis"].float().to(device)  # [Hkv*D, fitted rank], its best first
+class SalsMaps(NamedTuple):
+    """What leads to a layer's latents, and back (ours)."""
+
+    down: Tensor  # [Hkv*D, r]: keys, less the mean key, to latents
+    up: Tensor  # [Hkv*D, r]: latents to keys, and queries to what scores latents
+    mean: Tensor  # [Hkv*D]: the mean key
+
+
+def leading_basis(c: ModelConfig, settings: SalsSettings, artifact: Artifact, name: str, device) -> Tensor:
+    """The r leading directions U_r [Hkv*D, r] of a fitted basis. UserError if it has fewer."""
+    r, _ = settings.ranks(c)
+    basis = artifact[name].float().to(device)  # [Hkv*D, fitted rank], its best first
     if basis.shape[1] < r:
         fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
         raise UserError(f"{fault}; run calibrate.py fit with --max_rank {r / c.kv_dim:g}")
-    U_r = basis[:, :r]
-    if settings.form == "paper":
-        return U_r, U_r, None
-    S, mean = (artifact[name][i].to(device) for name in ("scale", "mean"))
-    mix, gains = random_rotation(lead, r - lead).to(device), torch.ones(r, device=device)
-    gains[lead:] = trailing_gain(artifact["query_eigenvalues"][i], lead, r)
-    up = (U_r / S[:, None]) @ mix / gains
+    return basis[:, :r]
+
+
+def paper_basis(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> Tensor:
+    """Layer i's U_r [Hkv*D, r] of the paper: leading eigenvectors of K^T K, keys before RoPE (Eq. 1)."""
+    return leading_basis(c, settings, artifact, f"{i}.key_basis", device)
+
+
+def sals_layer_maps(c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device) -> SalsMaps:
+    """Layer i's maps: S U_r and S^-1 U_r of keys S (k - mean), rotated and scaled for codes, `up` as its int8
+    codes hold it."""
+    r, r_score = settings.ranks(c)
+    U_r = leading_basis(c, settings, artifact, f"{i}.query_basis", device)
+    S = artifact["scale"][i].to(device)[:, None]
+    mix = random_rotation(r_score, r - r_score).to(device)
+    gains = torch.ones(r, device=device)
+    gains[r_score:] = trailing_gain(artifact["query_eigenvalues"][i], r_score, r)
+    up = (U_r / S) @ mix / gains
     codes, pair_scale = quantize_basis(up.unflatten(0, (c.n_kv_heads, -1)))
-    return (U_r * S[:, None]) @ mix * gains, (codes * pair_scale).flatten(0, 1), mean
+    return SalsMaps(
+        down=(U_r * S) @ mix * gains,
+        up=(codes * pair_scale).flatten(0, 1),
+        mean=artifact["mean"][i].to(device),
+    )
 
 
-def mean_rotations(context: Context) -> tuple[int, Tensor, Tensor]:
-    """SCORE_BLOCK, and cos and sin [n, D/2] of each block of positions: means over its tokens (ours)."""
-    parts = (table.split(SCORE_BLOCK) for table in (context.cos, context.sin))
-    return SCORE_BLOCK, *(torch.stack([part.mean(0) for part in each]) for each in parts)
+class Rotations(NamedTuple):
+    """Rotations by which scores turn a query back, one for each `tokens` tokens: cos, sin [n, D/2]."""
+
+    tokens: int
+    cos: Tensor
+    sin: Tensor
+
+
+def mean_rotations(context: Context) -> Rotations:
+    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours)."""
+    cos = [block.mean(0) for block in context.cos.split(SCORE_BLOCK)]
+    sin = [block.mean(0) for block in context.sin.split(SCORE_BLOCK)]
+    return Rotations(SCORE_BLOCK, torch.stack(cos), torch.stack(sin))
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -922,38 +946,62 @@ def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
 
 def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
     """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild their keys would take longer."""
-    kivi = settings.form == "ours" and not narrow(c)
-    return skipped_layers(settings, c.n_layers) if kivi else set()
+    if settings.variant == "paper" or narrow(c):
+        return set()
+    return skipped_layers(settings, c.n_layers)
 
 
-def fold_sals(attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int):
-    """Layer i's attention, with values rotated for our codes. Where q and k have no norms, wqkv gets more
-    rows: `down`^T W_k, and for score sum `up`^T of the queries summed over groups, on the r* leading dims.
-    Biases fold alike, and take off the mean key."""
-    skipped, linear = i in skipped_layers(settings, c.n_layers), attention.wqkv
+def fold_sals(
+    attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int
+) -> Attention:
+    """Layer i's attention, with values rotated for our codes. Where q and k have no norms, wqkv gets rows
+    that make the latents of keys, and for --score sum of the queries."""
+    device = attention.wqkv.weight.device
+    if settings.variant == "paper":
+        if not c.qk_norm:
+            U_r = paper_basis(c, settings, artifact, i, device)
+            add_latent_rows(attention, c, settings, i, down=U_r, up=U_r, mean=None)
+        return attention
     if i in kivi_layers(c, settings):
         return attention
-    if settings.form == "ours":
-        rotate_values(attention, c)
-    if c.qk_norm:
-        return attention
-    down, up, mean = sals_layer_maps(c, settings, artifact, i, linear.weight.device)
+    rotate_values(attention, c)
+    if not c.qk_norm:
+        maps = sals_layer_maps(c, settings, artifact, i, device)
+        add_latent_rows(attention, c, settings, i, down=maps.down, up=maps.up, mean=maps.mean)
+    return attention
+
+
+def add_latent_rows(
+    attention: Attention,
+    c: ModelConfig,
+    settings: SalsSettings,
+    i: int,
+    down: Tensor,
+    up: Tensor,
+    mean: Tensor | None,
+) -> None:
+    """Adds to wqkv the rows down^T W_k, and for --score sum up^T of the queries summed over groups, on the r*
+    leading dims: down, up [Hkv*D, r]. Biases fold alike, and take off the mean key [Hkv*D]."""
+    linear = attention.wqkv
+    sums_queries = settings.score == "sum" and i not in skipped_layers(settings, c.n_layers)
+    _, r_score = settings.ranks(c)
     if linear.bias is None and mean is not None:
         linear.bias = nn.Parameter(linear.weight.new_zeros(sum(attention.widths)), False)
     for name, parameter in list(linear.named_parameters()):
         q, k, _ = parameter.float().split(attention.widths)
-        rows = [down.T @ (k - mean if name == "bias" and mean is not None else k)]
-        if settings.score == "sum" and not skipped:
+        if name == "bias" and mean is not None:
+            k = k - mean
+        rows = [down.T @ k]
+        if sums_queries:
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
-            rows.append(up[:, : settings.ranks(c)[1]].T @ summed)
-        stacked = torch.cat((parameter, *(r.to(parameter.dtype) for r in rows)))
+            rows.append(up[:, :r_score].T @ summed)
+        stacked = torch.cat([parameter, *[part.to(parameter.dtype) for part in rows]])
         setattr(linear, name, nn.Parameter(stacked, False))
     attention.widths = [*attention.widths, *map(len, rows)]
     linear.out_features = sum(attention.widths)
-    return attention
 
 
-class MixedStore(Int8Store):
+class MixedStore(TokenStore):
     """Int8 codes of the r* leading numbers of a vector, 4-bit codes of the trailing ones, and one scale."""
 
     kind = "mixed"
@@ -972,28 +1020,36 @@ class MixedStore(Int8Store):
     def decode(self, vectors: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
         return dequantize_mixed(vectors, scale, trailing).to(self.context.dtype)
 
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.vectors, self.scale
+
 
 class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over `latents` [B, 1 or Hkv, S,
-    r], basis [Hkv, D, r], bias [Hkv, D] or None. Int8 latents go with a basis of quantize_basis."""
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read: a store over latents [B, 1, S, r] in
+    codes, which all heads share. basis [Hkv, D, r], as quantize_basis holds it; bias [Hkv, D]."""
 
     kind = "latents"
 
-    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None = None):
+    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor):
         super().__init__()
-        self.latents, self.context = latents, latents.context
-        self.basis, self.bias = basis.to(self.context.dtype), bias
-        if self.context.kernel:  # what it takes: RoPE's pairs side by side
-            n, coded = len(basis), latents.kind == "mixed"
-            codes, scale = quantize_basis(basis) if coded else (self.basis, None)
-            bias = bias if bias is None else bias.float()[..., None] / (scale if coded else 1)
-            given = codes, scale, bias
-            self.paired = [x if x is None else kernels.interleave_rope(x.flatten(0, 1), n) for x in given]
+        self.latents = latents
+        self.context = latents.context
+        self.basis = basis.to(self.context.dtype)
+        self.bias = bias
+        if self.context.kernel:
+            self.kernel_basis = self.for_kernel(basis)
+
+    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
+        """The basis, its scale, and the bias in units of this, as the kernel takes them: the two dims of a
+        RoPE pair side by side."""
+        codes, scale = quantize_basis(basis)
+        bias = self.bias.float()[..., None] / scale
+        return [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (codes, scale, bias)]
 
     def rebuilt(self, latents: Tensor, positions: Tensor | slice) -> Tensor:
         """Keys of latents [..., 1 or Hkv, n, r] at `positions`, a slice or [..., 1 or Hkv, n]."""
         keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
-        keys = keys if self.bias is None else keys + self.bias[:, None]  # which may be in fp32
+        keys = keys + self.bias[:, None]  # which may be in fp32
         return self.context.rope(keys[..., None, :], positions)[..., 0, :].to(self.context.dtype)
 
     def read(self, pos: Tensor, index: Tensor | None = None) -> Tensor:
@@ -1007,46 +1063,69 @@ class RebuiltKeys(nn.Module):
         return q @ self.read(pos).mT
 
     def kernel_form(self) -> list[Tensor | None]:
-        stored = [x.expand(-1, len(self.basis), *x.shape[2:]) for x in self.latents.kernel_form()]
-        return [*stored, *[None] * (3 - len(stored)), *self.paired, self.context.rope_pairs]
+        heads = len(self.basis)
+        latents = [part.expand(-1, heads, *part.shape[2:]) for part in self.latents.parts()]
+        return [*latents, *self.kernel_basis, self.context.rope_pairs]
+
+
+def exact_windows(context: Context, n_sinks: int, n_recent: int) -> nn.ModuleList:
+    """Windows of exact keys and values."""
+    c = context.config
+    return nn.ModuleList(
+        Window(context, c.n_kv_heads, c.head_dim, n_sinks, n_recent, by_token=True) for _ in range(2)
+    )
 
 
 class SalsCache(Cache):
-    """Joint latents of pre-RoPE keys and values in codes, of every token; a window of exact ones. A `sparse`
-    layer attends x + y + z tokens; others rebuild and attend all, and have no sinks in their window.
-
-    maps: of sals_layer_maps. blocks, runs: of the score softmax, as sals_step_ours has them."""
+    """Our step for a batch: latents of keys before RoPE and values, both in codes, of every token; a window
+    of exact ones. A sparse layer attends x + y + z tokens. Others attend all, of narrow keys, and have no
+    sinks in their window."""
 
     def __init__(
-        self, context: Context, settings: SalsSettings, sparse: bool, maps: tuple, blocks=(), runs=()
-    ):  # fmt: skip
+        self,
+        context: Context,
+        settings: SalsSettings,
+        is_sparse: bool,
+        maps: SalsMaps,
+        blocks: Rotations,
+        runs: Rotations,
+    ):
+        """blocks: the rotations by which scores turn a query back; runs: those for the mean key, which are
+        blocks, or each token's own if keys have a bias."""
         super().__init__(context)
-        c, self.settings, self.sparse = context.config, settings, sparse
-        self.budget, self.blocks, self.runs = settings.budget(context.capacity), blocks, runs
-        self.r, self.r_score = settings.ranks(c)
-        down, up, self.mean = maps
-        self.up = up[:, : self.r_score].to(context.dtype).contiguous()  # weights, not cache
-        self.down = down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, and the mean's latent
-        self.mean_latent = 0.0 if self.mean is None else (self.mean @ down).to(context.dtype)
-        latents, ours = (context, 1, context.capacity, self.r), settings.form == "ours"
-        self.latents = MixedStore(*latents, self.r_score) if ours else TokenStore(*latents)
-        values = context, c.n_kv_heads, context.capacity, c.head_dim, settings.bits
-        self.values = (ScaledStore if ours else CodedStore)(*values, by_token=True)
-        mean = self.mean if self.mean is None else self.mean.view(c.n_kv_heads, -1)
-        self.keys = RebuiltKeys(self.latents, up.unflatten(0, (c.n_kv_heads, -1)), mean)
-        x, _, z = self.budget
-        exact = c.n_kv_heads, c.head_dim, x if sparse else 0, z
-        self.window = nn.ModuleList(Window(context, *exact, by_token=True) for _ in range(2))  # K, V
+        c = context.config
+        r, r_score = settings.ranks(c)
+        self.budget = settings.budget(context.capacity)
+        n_sinks, _, n_recent = self.budget
+        self.is_sparse = is_sparse
+        self.r_score = r_score
+        self.blocks = blocks
+        self.runs = runs
+        # weights, not cache
+        self.up = maps.up[:, :r_score].to(context.dtype).contiguous()
+        self.mean = maps.mean
+        self.down = maps.down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, less the mean
+        self.mean_latent = (maps.mean @ maps.down).to(context.dtype)
+        # cache
+        self.latents = MixedStore(context, 1, context.capacity, r, r_score)
+        self.values = ScaledStore(
+            context, c.n_kv_heads, context.capacity, c.head_dim, settings.bits, by_token=True
+        )
+        basis = maps.up.unflatten(0, (c.n_kv_heads, -1))
+        self.keys = RebuiltKeys(self.latents, basis, maps.mean.view(c.n_kv_heads, -1))
+        self.window = exact_windows(context, n_sinks if is_sparse else 0, n_recent)
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
         """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
-        return projected[0] if projected else k.flatten(1) @ self.down - self.mean_latent
+        if projected:
+            return projected[0]
+        return k.flatten(1) @ self.down - self.mean_latent
 
     def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
         kernels.append(where, self.latents, latent, self.values, v, kernel=self.kernel)
-        for store, x in zip(self.window, (k, v), strict=True):
-            store.write(where, x)
+        self.window[0].write(where, k)
+        self.window[1].write(where, v)
 
     def write_chunk(
         self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor, *projected: Tensor
@@ -1054,55 +1133,211 @@ class SalsCache(Cache):
         self.write((row, span), self.latent(before, *projected), k, v)
 
     def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *projected: Tensor) -> Tensor:
-        """One score a token, [B, S]. q: before RoPE; rotated: after; projected: the query that wqkv made."""
-        stored = *self.latents.scored(pos), pos, self.scale
-        if self.settings.score == "sum":  # the logits of the one query; the mean counts alike for all tokens
-            query = projected[0][:, None] if projected else summed_query(q, self.up, self.config.n_kv_heads)
-            return kernels.scores(query, *stored, "each", kernel=self.kernel).flatten(1)
-        (block, *rotations), (run, *each) = self.blocks, self.runs
-        how = {"coded": stored[1] is not None, "kernel": self.kernel}
-        queries, query_scale, offset = kernels.block_queries(rotated, *rotations, self.up, self.mean, **how)
-        if run < block and self.mean is not None:
-            offset = mean_logits(rotated, *each, self.mean)
-        how = block, offset, run, query_scale
-        scores = kernels.scores(queries, *stored, "softmax", *how, kernel=self.kernel)
+        """Scores of all tokens [B, S]: the sum over heads of their attention weights. q [B, Hq, D]: before
+        RoPE; rotated: after; projected: the query that wqkv made, if scores use one."""
+        queries, query_scale, offset = kernels.block_queries(
+            rotated, self.blocks.cos, self.blocks.sin, self.up, self.mean, coded=True, kernel=self.kernel
+        )
+        if self.runs.tokens < self.blocks.tokens:
+            offset = mean_logits(rotated, self.runs.cos, self.runs.sin, self.mean)
+        scores = kernels.scores(
+            queries,
+            self.latents.vectors,
+            self.latents.scale,
+            pos,
+            self.scale,
+            "softmax",
+            block=self.blocks.tokens,
+            offset=offset,
+            run=self.runs.tokens,
+            query_scale=query_scale,
+            kernel=self.kernel,
+        )
         return scores.flatten(1)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        rotated, index, (x, _, z) = self.rope(q, pos), None, self.budget
+        n_sinks, _, n_recent = self.budget
+        rotated = self.rope(q, pos)
         self.write((self.context.rows, pos), self.latent(k, *projected), self.rope(k, pos), v)
-        if self.sparse:
+        index = None
+        if self.is_sparse:
             scores = self.score(pos, q, rotated, *projected[1:])
             index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
-            self.report_selected(pos, index.clamp(min=0), index >= 0, recent=z)
-            index = index[:, x:]  # to rebuild: the sinks, which come first, are exact
-        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
-        return kernels.attend(rotated, self.keys, self.values, pos, index, **how)
+            self.report_selected(pos, index.clamp(min=0), index >= 0, recent=n_recent)
+            index = index[:, n_sinks:]  # to rebuild: the sinks, which come first, are exact
+        return kernels.attend(
+            rotated,
+            self.keys,
+            self.values,
+            pos,
+            index,
+            window=self.window,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
 
     def bytes_read(self, length: int) -> int:
-        """Paper, sec. 4.5, with the values' true size: s r* for scoring, then every attended token once. Not
-        what a step computes, such as the blocks' queries."""
-        x, y, z = self.budget if self.sparse else (0, length, self.budget[2])
-        scale = 4 if self.settings.form == "ours" else 0
-        scored = self.r_score * self.latents.vectors.element_size() + scale if self.sparse else 0
-        recent, exact_bytes = min(z, length), sum(store.token_bytes for store in self.window)
-        chosen = min(x + y, length - recent)
-        exact = min(x, chosen)
-        return length * scored + (chosen - exact) * self.token_bytes() + (exact + recent) * exact_bytes
+        if not self.is_sparse:
+            return bytes_read_of_all(self, length)
+        scored = self.r_score * self.latents.vectors.itemsize + self.latents.scale.itemsize
+        return bytes_read_of_sparse(self, length, scored)
+
+
+class SumScoreSalsCache(SalsCache):
+    """Our stores, with the paper's scores (`--score sum`)."""
+
+    def score(self, pos: Tensor, q: Tensor, rotated: Tensor, *projected: Tensor) -> Tensor:
+        """The sums of all heads' logits, without RoPE. The mean key counts alike for all tokens."""
+        if projected:
+            query = projected[0][:, None]  # [B, 1, r*]
+        else:
+            query = summed_query(q, self.up, self.config.n_kv_heads)
+        latents, latent_scale = self.latents.vectors, self.latents.scale
+        scores = kernels.scores(query, latents, latent_scale, pos, self.scale, "each", kernel=self.kernel)
+        return scores.flatten(1)
+
+
+class PaperSalsCache(Cache):
+    """The published step for a batch: latents of keys before RoPE in 16 bits, and values in codes of groups.
+    A window has the x first and z last tokens exactly, which the paper compresses by half."""
+
+    def __init__(self, context: Context, settings: SalsSettings, is_sparse: bool, U_r: Tensor):
+        """U_r [Hkv*D, r]: of paper_basis. A layer that is not sparse attends every token."""
+        super().__init__(context)
+        c = context.config
+        r, r_score = settings.ranks(c)
+        self.budget = settings.budget(context.capacity)
+        n_sinks, _, n_recent = self.budget
+        self.is_sparse = is_sparse
+        self.r_score = r_score
+        # weights, not cache
+        self.U = U_r.to(context.dtype)
+        self.U_score = self.U[:, :r_score].contiguous()
+        # cache
+        self.latents = TokenStore(context, 1, context.capacity, r)
+        self.values = CodedStore(
+            context, c.n_kv_heads, context.capacity, c.head_dim, settings.bits, by_token=True
+        )
+        self.window = exact_windows(context, n_sinks if is_sparse else 0, n_recent)
+
+    def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
+        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        if projected:
+            return projected[0]
+        return k.flatten(1) @ self.U
+
+    def write(self, where: tuple, latent: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of latents [n, r] and k, v [n, Hkv, D] after RoPE."""
+        self.latents.write(where, latent[:, None])
+        self.values.write(where, v)
+        self.window[0].write(where, k)
+        self.window[1].write(where, v)
+
+    def write_chunk(
+        self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor, *projected: Tensor
+    ) -> None:
+        self.write((row, span), self.latent(before, *projected), k, v)
+
+    def rebuilt(self, latents: Tensor, positions: Tensor | slice) -> Tensor:
+        """Keys after RoPE [..., n, Hkv, D] of latents [..., n, r] at `positions`, a slice or [..., n]."""
+        keys = (latents @ self.U.mT).unflatten(-1, (self.config.n_kv_heads, -1))
+        return self.rope(keys, positions)
+
+    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+        keys = self.rebuilt(self.latents.past(row, n)[:, 0], slice(0, n))
+        values = self.values.past(row, n)
+        return self.window[0].overlay(row, keys), self.window[1].overlay(row, values)
+
+    def score(self, pos: Tensor, q: Tensor, *projected: Tensor) -> Tensor:
+        """Scores of all tokens [B, S]: the sums of all heads' logits, without RoPE (sec. 4.3). q [B, Hq, D]:
+        before RoPE; projected: the query that wqkv made of it."""
+        if projected:
+            query = projected[0][:, None]  # [B, 1, r*]
+        else:
+            query = summed_query(q, self.U_score, self.config.n_kv_heads)
+        scores = kernels.scores(
+            query, self.latents.vectors, None, pos, self.scale, "each", kernel=self.kernel
+        )
+        return scores.flatten(1)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        n_sinks, _, n_recent = self.budget
+        rotated = self.rope(q, pos)
+        self.write((self.context.rows, pos), self.latent(k, *projected), self.rope(k, pos), v)
+        if self.is_sparse:
+            scores = self.score(pos, q, *projected[1:])
+            index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, x + y], -1 for none
+            self.report_selected(pos, index.clamp(min=0), index >= 0, recent=n_recent)
+            index = index[:, n_sinks:]  # to rebuild: the sinks, which come first, are exact
+            live = index >= 0
+            index = index.clamp(min=0)
+            latents = self.latents.read(pos, index[:, None])[:, 0]  # [B, y, r]
+            keys = self.rebuilt(latents, index)  # [B, y, Hkv, D]
+            values = self.values.read(pos, index[:, None])  # [B, Hkv, y, D]
+        else:
+            live = self.context.positions <= pos[:, None] - n_recent  # [B, S]
+            keys = self.rebuilt(self.latents.read(pos)[:, 0], slice(0, self.context.capacity))
+            values = self.values.read(pos)
+        return kernels.attend_rows(
+            rotated,
+            keys.transpose(1, 2),
+            values,
+            live[:, None].expand(-1, self.config.n_kv_heads, -1),
+            pos,
+            window=self.window,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
+
+    def bytes_read(self, length: int) -> int:
+        if not self.is_sparse:
+            return bytes_read_of_all(self, length)
+        return bytes_read_of_sparse(self, length, self.r_score * self.latents.vectors.itemsize)
+
+
+def bytes_read_of_all(cache: SalsCache | PaperSalsCache, length: int) -> int:
+    """Bytes that a step of a layer that attends all must read: exact tokens, and what the others have."""
+    recent = min(cache.budget[2], length)
+    exact_bytes = sum(store.token_bytes for store in cache.window)
+    return (length - recent) * cache.token_bytes() + recent * exact_bytes
+
+
+def bytes_read_of_sparse(cache: SalsCache | PaperSalsCache, length: int, scored: int) -> int:
+    """Paper, sec. 4.5, with the values' true size: `scored` bytes of every token, then every attended token
+    once. Not what a step computes, such as the blocks' queries."""
+    n_sinks, n_selected, n_recent = cache.budget
+    recent = min(n_recent, length)
+    chosen = min(n_sinks + n_selected, length - recent)
+    sinks = min(n_sinks, chosen)
+    exact_bytes = sum(store.token_bytes for store in cache.window)
+    return length * scored + (chosen - sinks) * cache.token_bytes() + (sinks + recent) * exact_bytes
 
 
 def sals_caches(model: Llama, settings: SalsSettings, context: Context, artifact: Artifact) -> list[Cache]:
-    c, blocks = model.config, mean_rotations(context)
-    skipped, kivi = skipped_layers(settings, c.n_layers), kivi_layers(c, settings)
-    runs = (1, context.cos, context.sin) if c.qkv_bias else blocks  # a biased channel turns within a block
+    """The caches of all layers: the layers of --skip attend every token."""
+    c = model.config
+    skipped = skipped_layers(settings, c.n_layers)
+    if settings.variant == "paper":
+        caches = []
+        for i in range(c.n_layers):
+            U_r = paper_basis(c, settings, artifact, i, context.device)
+            caches.append(PaperSalsCache(context, settings, i not in skipped, U_r))
+        return caches
 
-    def cache(i: int) -> Cache:
+    kivi = kivi_layers(c, settings)
+    kind = SumScoreSalsCache if settings.score == "sum" else SalsCache
+    blocks = mean_rotations(context)
+    runs = blocks
+    if c.qkv_bias:  # a biased channel turns within a block
+        runs = Rotations(1, context.cos, context.sin)
+    caches = []
+    for i in range(c.n_layers):
         if i in kivi:
-            return KiviCache(context, KiviSettings(4, 32))
-        maps = sals_layer_maps(c, settings, artifact, i, context.device)
-        return SalsCache(context, settings, i not in skipped, maps, blocks, runs)
-
-    return [cache(i) for i in range(c.n_layers)]
+            caches.append(KiviCache(context, KiviSettings(4, 32)))
+        else:
+            maps = sals_layer_maps(c, settings, artifact, i, context.device)
+            caches.append(kind(context, settings, i not in skipped, maps, blocks, runs))
+    return caches
 
 
 def sals_tensors(c: ModelConfig) -> Stored:
@@ -1119,7 +1354,7 @@ class EliteSettings:
     """EliteKV: a few rotated pairs a head, all else of K and V in one latent (arXiv 2503.01586)."""
 
     r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
-    d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)", sets="bytes")
+    d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
     lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
 
@@ -1321,16 +1556,17 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", sets="tokens", within="(0, inf)")
-    d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", sets="bytes", within="(0, 1]")
+    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", within="(0, inf)")
+    d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", within="(0, 1]")
     explained: float = setting(0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)")
-    basis: str = setting("auto", "keys the PCA was fitted on; auto: the better one", ("auto", "pre", "post"))
+    basis: str = setting("post", "the PCA is of keys after RoPE, or before it", ("post", "pre"))
     share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """(x, y, z): sinks, selected and recent tokens of a query head, in a cache that is full."""
-        return 0, capacity if self.reduced else kept_tokens(self.k, capacity), 0
+        n_selected = capacity if self.reduced else kept_tokens(self.k, capacity)
+        return 0, n_selected, 0
 
 
 def loki_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n: int) -> tuple:
@@ -1360,18 +1596,20 @@ class LokiCache(DenseCache):
 
     def __init__(self, context: Context, settings: LokiSettings, _, artifact: Artifact, i: int):
         c = context.config
-        kind = ("pre", "post")[bool(artifact["better"])] if settings.basis == "auto" else settings.basis
+        # d components are scored: a fraction of D, or as many as hold a fraction of the keys' energy.
         d = rank_of(settings.d, c.head_dim)
         if settings.explained:
-            ranks = rank_at(artifact[f"{kind}.eigenvalues"][i], settings.explained)
+            ranks = rank_at(artifact[f"{settings.basis}.eigenvalues"][i], settings.explained)  # [Hkv]
             d = round(ranks.double().mean().item())
         # Components that are cached: the scale of their logits stays that of the full head dim.
-        self.width = d if settings.reduced else c.head_dim
-        keys = TokenStore(context, c.n_kv_heads, context.capacity, self.width)
+        width = d if settings.reduced else c.head_dim
+        keys = TokenStore(context, c.n_kv_heads, context.capacity, width)
         super().__init__(context, keys, budget=settings.budget(context.capacity))
-        self.settings, self.d = settings, d
-        basis = artifact[f"{kind}.basis"][i, ..., : self.width]  # P [Hkv, D, .], by falling eigenvalue
+        basis = artifact[f"{settings.basis}.basis"][i, ..., :width]  # P [Hkv, D, .], by falling eigenvalue
         self.basis = basis.to(context.device, context.dtype)
+        self.settings = settings
+        self.d = d
+        self.score_rule = "largest" if settings.share == "group" else "each"
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.basis)
@@ -1382,9 +1620,10 @@ class LokiCache(DenseCache):
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Lines 5-7: the k best tokens of each query [B, Hkv, G, k], or of a group (group_scores)."""
-        rule = {"query": "each", "group": "largest"}[self.settings.share]
+        leading = q[..., : self.d]
+        vectors, vector_scale = self.keys.scored(pos)
         scores = kernels.scores(
-            q[..., : self.d], *self.keys.scored(pos), pos, self.scale, rule, kernel=self.kernel
+            leading, vectors, vector_scale, pos, self.scale, self.score_rule, kernel=self.kernel
         )
         wanted = None
         if self.settings.k <= 1:  # a fraction of each row's own length
@@ -1395,9 +1634,9 @@ class LokiCache(DenseCache):
         """d of every key, then K and V of the selected tokens: at most G k distinct ones a KV head."""
         if self.settings.reduced:
             return length, length
-        sets = self.config.group if self.settings.share == "query" else 1
+        sets = 1 if self.settings.share == "group" else self.config.group
         chosen = min(length, sets * sum(self.settings.budget(length)))
-        return chosen + length * self.d / self.width, chosen
+        return chosen + length * self.d / self.config.head_dim, chosen
 
 
 def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
@@ -1410,7 +1649,7 @@ def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
     return tensors
 
 
-loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eigenvalues", better=(int,))
+loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eigenvalues")
 
 
 # ------------------------------------------------------------------------------------------------------- LRQK
@@ -1420,21 +1659,18 @@ loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eige
 class LrqkSettings:
     """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
-    rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)", sets="bytes")
-    k: int = setting(2048, "tokens that each KV head selects by its proxy scores", sets="tokens")
+    variant: str = setting("ours", "Algorithms 1 and 2 as published, or a closed form (ours)", VARIANTS)
+    rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)")
+    k: int = setting(2048, "tokens that each KV head selects by its proxy scores")
     recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, 1e9]")
-    mode: str = setting("optimal", "projection by a closed form (ours) or Alg. 2", ("optimal", "paper"))
     slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
-    kv_device: str = setting("cpu", "where all K and V live: pinned host memory or the GPU", ("cpu", "cuda"))
-    kv_bits: int = setting(16, "bits of K and V, there and in the hot slots (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
             raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
-        return within(capacity, CODED_SINKS * (self.kv_bits < 16), self.k, self.recent)
+        return fit_budget(capacity, 0, self.k, self.recent)
 
 
-CODED_SINKS = 4  # first tokens that stay exact beside codes: most of what these cost is theirs
 LRQK_STEPS = 2  # max_iter of both algorithms; the paper's tol would be a wait for the host
 
 
@@ -1559,8 +1795,8 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours; mode optimal). Q = O_Q L_Q^T with O_Q
-    orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K. A_Q^T A_Q = A_K^T A_K, diagonal."""
+    """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours). Q = O_Q L_Q^T with O_Q orthonormal,
+    so the SVD of Q K^T is that of the small L_Q^T L_K. A_Q^T A_Q = A_K^T A_K, diagonal."""
     l_q, l_k = (torch.linalg.cholesky(add_ridge(gram, 1e-10)) for gram in (gram_q, gram_k))
     u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
     root = s[..., None, :r].sqrt()
@@ -1578,9 +1814,8 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
     used = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, stamp.shape[-1]), step.expand_as(slot))
     stamp.copy_(used[..., :-1])
-    # 2. The n-th miss takes the n-th of the other slots. One number more goes first into the sum: so Inductor
-    # does not fuse into it the gather that gave `hit`, which would then wait for it.
-    n = F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
+    # 2. The n-th miss takes the n-th of the other slots.
+    n = misses_so_far(hit)
     others = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
     place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
     # 3. The tables forget what is evicted, and learn what comes.
@@ -1590,6 +1825,14 @@ def take_slots(index: Tensor, live: Tensor, slot_of, pos_of, stamp, step: Tensor
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
     stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
     return place, miss
+
+
+def misses_so_far(hit: Tensor) -> Tensor:
+    """How many entries of hit [..., k] are misses, up to each: [..., k] int32.
+
+    One number more goes first into the sum: so Inductor does not fuse into it the gather that gave `hit`,
+    which would then wait for it."""
+    return F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
 
 
 def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
@@ -1603,225 +1846,222 @@ def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
     return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
 
 
-class PairStore(ScaledStore):
-    """K beside V [.., 2 D] in codes, each with a scale of its own (ours)."""
-
-    def __init__(self, context: Context, heads: int, tokens: int, width: int, bits: int, host: bool):
-        self.group = width // 2
-        super().__init__(context, heads, tokens, width, bits, host=host)
-
-    def layout(self) -> dict[str, tuple]:
-        return super().layout() | {"scale": ((2,), torch.float16)}
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scale = super().encode(x.unflatten(-1, (2, -1)))
-        return codes.flatten(-2), scale
-
-    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
-        return super().decode(vectors.unflatten(-1, (2, -1)), scale).flatten(-2)
-
-
-def fold_kv_bits(attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int):
-    """Layer i's attention; for codes with its values rotated."""
-    if settings.kv_bits < 16:
-        rotate_values(attention, c)
-    return attention
-
-
 class LrqkCache(Cache):
     """A_K of every token; K beside V of all in host memory, and of the selected ones in C hot slots, to which
-    they are fetched if they miss. The window has the recent tokens, and beside codes the sinks."""
+    they are fetched if they miss. The window has the recent tokens."""
 
     def __init__(self, context: Context, settings: LrqkSettings):
         super().__init__(context)
-        c, self.settings = context.config, settings
+        c = context.config
         if settings.rank > c.head_dim:
             raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
-        self.budget = self.x, self.chosen, self.z = settings.budget(context.capacity)
+        heads = c.n_kv_heads
+        capacity = context.capacity
+        self.budget = settings.budget(capacity)
+        _, self.chosen, self.z = self.budget
         self.rank = settings.rank or min(32, c.head_dim)
-        self.reuse = settings.slots > 0 and settings.kv_device == "cpu"
-        heads, capacity, width = c.n_kv_heads, context.capacity, 2 * c.head_dim
-        most = min(settings.slots * self.chosen, capacity - self.z)
-        self.slots = round(most) if self.reuse else self.chosen
-        given, host = (context, heads, capacity, width), settings.kv_device == "cpu"
-        self.coded = settings.kv_bits < 16
-        if self.coded:
-            self.kv = PairStore(*given, settings.kv_bits, host)
-            self.rotation = random_rotation(c.head_dim).to(context.device, context.dtype)
-            self.table("mean", heads, c.head_dim, dtype=torch.float32)  # of a prompt's keys after RoPE
-        else:
-            self.kv = TokenStore(*given, host=host)
+        self.reuse = settings.slots > 0  # else every step fetches all that it selects
+        self.slots = self.chosen
+        if self.reuse:
+            self.slots = round(min(settings.slots * self.chosen, capacity - self.z))
+        self.kv = TokenStore(context, heads, capacity, 2 * c.head_dim, host=True)
         self.table("a_k", heads, capacity, self.rank, dtype=context.dtype)
-        for name in ("basis_q", "basis_k"):  # of each prompt: B_Q and B_K in mode paper, else W_Q^T and W_K^T
-            self.table(name, heads, self.rank, c.head_dim, dtype=torch.float32)
-        exact = context, heads, c.head_dim, self.x, self.z
-        self.window = nn.ModuleList(Window(*exact, by_token=True) for _ in range(2))  # K, V
-        for name, (shape, dtype) in self.kv.layout().items():
-            self.table(f"hot_{name}", heads, self.slots, *shape, dtype=dtype)
-        for name, entries in (("slot_of", capacity), ("pos_of", self.slots), ("stamp", self.slots)):
-            self.table(name, heads, entries, fill=-1)
+        # of each prompt: W_Q^T and W_K^T, and of the paper B_Q and B_K
+        self.table("basis_q", heads, self.rank, c.head_dim, dtype=torch.float32)
+        self.table("basis_k", heads, self.rank, c.head_dim, dtype=torch.float32)
+        self.window = exact_windows(context, 0, self.z)
+        self.table("hot_vectors", heads, self.slots, 2 * c.head_dim, dtype=context.dtype)
+        self.table("slot_of", heads, capacity, fill=-1)
+        self.table("pos_of", heads, self.slots, fill=-1)
+        self.table("stamp", heads, self.slots, fill=-1)
         self.table("step", 1, 1)
         self.table("counts", 2, dtype=torch.int64)  # tokens selected, tokens missed
 
-    def hot(self) -> list[Tensor]:
-        """The hot slots, as the store of all has its parts."""
-        return [getattr(self, f"hot_{name}") for name in self.kv.layout()]
-
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        parts = zip(self.window, self.kv.past(row, n).chunk(2, -1), strict=True)
-        k, v = (window.overlay(row, x) for window, x in parts)
-        return (k @ self.rotation.mT + self.mean[row]).to(k.dtype) if self.coded else k, v
+        k, v = self.kv.past(row, n).chunk(2, -1)
+        return self.window[0].overlay(row, k), self.window[1].overlay(row, v)
 
     def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
+        """Stores tokens, of k, v [n, Hkv, D] after RoPE; where: as stores have it."""
         self.kv.write(where, torch.cat((k, v), -1))
-        for window, x in zip(self.window, (k, v), strict=True):
-            window.write(where, x)
-
-    def for_codes(self, row: int | Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [..., D] and k [..., Hkv, D] after RoPE as codes suit them: rotated, and keys less the mean one,
-        which shifts all logits of a query alike. Without codes as they are."""
-        if not self.coded:
-            return q, k
-        return q @ self.rotation, (k - self.mean[row]).to(k.dtype) @ self.rotation
+        self.window[0].write(where, k)
+        self.window[1].write(where, v)
 
     def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        if self.coded and not span.start:
-            self.mean[row] = k.float().mean(0)
-        q, k = self.for_codes(row, q, k)
-        w_q, w_k = self.prompt_bases(row) if span.start else self.factorise(row, q, k)
+        is_prompt = span.start == 0
+        if is_prompt:
+            w_q, w_k = self.factorise(row, q, k)
+        else:
+            w_q, w_k = self.prompt_bases(row)
         self.write((row, span), k, v)
         self.a_k[row, :, span] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
         # The hot slots start with what the last token selects.
-        self.slot_of[row], self.pos_of[row], self.stamp[row] = -1, -1, -1
+        self.slot_of[row] = -1
+        self.pos_of[row] = -1
+        self.stamp[row] = -1
+        last = torch.full((1,), span.stop - 1, device=q.device)
         q_hat = q[-1:].unflatten(1, (self.config.n_kv_heads, -1)).float() @ w_q
-        self.load(slice(row, row + 1), torch.full((1,), span.stop - 1, device=q.device), q_hat)
-        if not span.start:
+        self.load(slice(row, row + 1), last, q_hat)
+        if is_prompt:
             self.counts[row] = 0
+
+    def prompt_moments(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q^T Q and K^T K [Hkv, D, D] of a prompt's q [S, Hq, D], k [S, Hkv, D], and the sums of |Q| and |K|
+        [Hkv, D]. On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens."""
+        gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
+        gram_k, sum_k = lrqk_moments(k[:, :, None])
+        return gram_q.cpu(), gram_k.cpu(), sum_q.cpu() + sum_k.cpu()
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """W_Q, W_K [Hkv, D, r] fp32 from a prompt's q [S, Hq, D], k [S, Hkv, D]; stores its bases."""
-        moments = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1))), lrqk_moments(k[:, :, None])
-        # On the CPU: LAPACK takes a millisecond for matrices this small, cuSOLVER tens.
-        (gram_q, sum_q), (gram_k, sum_k) = ((gram.cpu(), total.cpu()) for gram, total in moments)
-        if self.settings.mode == "paper":  # in Alg. 1's own gauge, on which Alg. 2's step depends
-            w_q, w_k, *bases = lrqk_prompt(gram_q, gram_k, sum_q + sum_k, self.rank)
-        else:
-            w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
-            bases = w_q.mT, w_k.mT
-        self.basis_q[row], self.basis_k[row] = bases
+        gram_q, gram_k, _ = self.prompt_moments(q, k)
+        w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
+        self.basis_q[row] = w_q.mT
+        self.basis_k[row] = w_k.mT
         return w_q.float().to(q.device), w_k.float().to(q.device)
 
     def prompt_bases(self, row: int) -> tuple[Tensor, Tensor]:
-        """W_Q, W_K [Hkv, D, r] fp32 for tokens after the prompt: in mode paper least squares on B_Q, B_K."""
-        bases = self.basis_q[row].double(), self.basis_k[row].double()
-        if self.settings.mode == "paper":
-            bases = (spd_solve(b @ b.mT, b) for b in bases)
-        return tuple(b.mT.float() for b in bases)
+        """W_Q, W_K [Hkv, D, r] fp32 for tokens after the prompt."""
+        return self.basis_q[row].mT, self.basis_k[row].mT
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
         row = self.context.rows
-        q, k = self.for_codes(row, q, self.rope(k, pos))
+        q = self.rope(q, pos).unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
+        k = self.rope(k, pos)
         q_hat, k_hat = self.project(pos, q.float(), k[:, :, None].float())
         self.a_k[row, :, pos] = k_hat[:, :, 0].to(self.a_k.dtype)
         self.write((row, pos), k, v)
         self.step += 1
         self.load(slice(None), pos, q_hat)
-        live = self.stamp == self.step
         attended = self.omega(pos)
         self.report_selected(pos, attended, attended >= 0)
-        keys, values = self.kv.decode(*self.hot()).chunk(2, -1)
-        how = {"window": self.window, "scale": self.scale, "kernel": self.kernel}
-        return kernels.attend_rows(q.flatten(1, 2), keys, values, live, pos, **how)
+        keys, values = self.hot_vectors.chunk(2, -1)
+        return kernels.attend_rows(
+            q.flatten(1, 2),
+            keys,
+            values,
+            self.stamp == self.step,
+            pos,
+            window=self.window,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
 
     def omega(self, pos: Tensor) -> Tensor:
-        """The positions of what a step at pos attends: selected tokens, then the window [B, Hkv, C + x + z],
+        """The positions of what a step at pos attends: selected tokens, then the window [B, Hkv, C + z],
         negative for none."""
         window = self.window[0].positions(pos)[:, None].expand(-1, self.config.n_kv_heads, -1)
         return torch.cat((self.pos_of.where(self.stamp == self.step, -1), window), -1)
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
-        if self.settings.mode == "optimal":
-            return q @ self.basis_q.mT, k @ self.basis_k.mT
-        # What the last step attended; the new token has not replaced the oldest of the ring yet.
-        position = self.omega(pos - 1)
-        where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
-        a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
-        keys, _ = self.kv.decode(*self.hot()).chunk(2, -1)
-        keys = torch.cat((keys, self.window[0].read(pos)), 2)
-        given = (q, k, self.basis_q, self.basis_k, a_near, keys)
-        # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
-        q_hat, k_hat, b_q, b_k = lrqk_refit(*(t.double() for t in given))
-        self.basis_q.copy_(b_q)
-        self.basis_k.copy_(b_k)
-        return q_hat.float(), k_hat.float()
+        return q @ self.basis_q.mT, k @ self.basis_k.mT
 
     def load(self, row: slice, pos: Tensor, q_hat: Tensor) -> None:
         """Selects the k best tokens outside of the window, by the rows' q^, and brings them to hot slots."""
-        stored = self.a_k[row], None, pos - self.z, self.scale
-        scores = kernels.scores(q_hat.flatten(1, 2), *stored, "largest", kernel=self.kernel)
-        index = kernels.select(scores, pos, self.budget, kernel=self.kernel)[..., self.x :]  # [B, Hkv, k]
+        scores = kernels.scores(
+            q_hat.flatten(1, 2), self.a_k[row], None, pos - self.z, self.scale, "largest", kernel=self.kernel
+        )
+        index = kernels.select(scores, pos, self.budget, kernel=self.kernel)  # [B, Hkv, k]
         live = index >= 0
         index = index.where(live, pos[:, None, None]).long()  # the newest stands for none: it has no slot
         if not self.reuse:  # no hit/miss: forget what is there
             self.slot_of[row] = -1
-        tables = (table[row] for table in (self.slot_of, self.pos_of, self.stamp, self.step))
-        place, miss = take_slots(index, live, *tables)
-        for rows, hot in zip(self.kv.parts(), self.hot(), strict=True):
-            kernels.fetch_rows(rows[row], index, place, miss, hot[row], kernel=self.kernel)
+        place, miss = take_slots(
+            index, live, self.slot_of[row], self.pos_of[row], self.stamp[row], self.step[row]
+        )
+        kernels.fetch_rows(
+            self.kv.vectors[row], index, place, miss, self.hot_vectors[row], kernel=self.kernel
+        )
         self.counts[row] += torch.stack((live, miss), 1).sum((2, 3))
 
     def used(self, row: int, n: int) -> dict[str, Tensor]:
         return super().used(row, n) | {"a_k": self.a_k[row, :, :n], "slot_of": self.slot_of[row, :, :n]}
 
-    def miss_rate(self) -> float | None:
-        """Tokens fetched over tokens selected since the prompt; None where all are on the device."""
+    def miss_rate(self) -> float:
+        """Tokens fetched over tokens selected since the prompt."""
         selected, missed = self.counts.sum(0).tolist()
-        return missed / max(1, selected) if self.settings.kv_device == "cpu" else None
+        return missed / max(1, selected)
 
     def bytes_read(self, length: int) -> int:
-        """Of the device: A_K of every token that left the ring, K and V of the selected and the exact ones,
-        stamps of all slots, slot and position of the selected ones, the bases, with codes the mean key."""
-        c, recent = self.config, min(self.z, length)
-        old = length - recent
-        sinks = min(self.x, old)
-        chosen = min(self.chosen, old - sinks)
-        kv = sum(part[0, 0, 0].nbytes for part in self.kv.parts())
-        tables = self.slots + 2 * chosen + (2 * self.rank + self.coded) * c.head_dim  # of 4 bytes
-        a_k = old * self.rank * self.context.dtype.itemsize
-        exact = (sinks + recent) * sum(window.token_bytes for window in self.window)
-        return (a_k + chosen * kv + tables * 4) * c.n_kv_heads + exact
+        """Of the device: A_K of every token that left the ring, K and V of the selected and the recent ones,
+        stamps of all slots, slot and position of the selected ones, the bases."""
+        c = self.config
+        itemsize = self.context.dtype.itemsize
+        recent = min(self.z, length)
+        chosen = min(self.chosen, length - recent)
+        a_k = (length - recent) * self.rank * itemsize
+        kv = (chosen + recent) * 2 * c.head_dim * itemsize
+        tables = self.slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
+        return (a_k + kv + tables * 4) * c.n_kv_heads
 
 
-def lrqk_cache(context: Context, settings: LrqkSettings) -> Cache:
-    if settings.kv_device == "cuda" and context.device.type == "cpu":
-        raise UserError("--kv_device cuda keeps K and V on the GPU, but the model runs on the CPU: give cpu")
+class PaperLrqkCache(LrqkCache):
+    """The published step for a batch: Algorithm 1 factorises prompts, and Algorithm 2 moves the bases in each
+    step. They keep Algorithm 1's own gauge, on which Algorithm 2 depends."""
+
+    def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        gram_q, gram_k, columns = self.prompt_moments(q, k)
+        w_q, w_k, b_q, b_k = lrqk_prompt(gram_q, gram_k, columns, self.rank)
+        self.basis_q[row] = b_q
+        self.basis_k[row] = b_k
+        return w_q.float().to(q.device), w_k.float().to(q.device)
+
+    def prompt_bases(self, row: int) -> tuple[Tensor, Tensor]:
+        """Least squares on B_Q and B_K, since they have moved since the prompt."""
+        b_q = self.basis_q[row].double()
+        b_k = self.basis_k[row].double()
+        w_q = spd_solve(b_q @ b_q.mT, b_q).mT
+        w_k = spd_solve(b_k @ b_k.mT, b_k).mT
+        return w_q.float(), w_k.float()
+
+    def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        # What the last step attended; the new token has not replaced the oldest of the ring yet.
+        position = self.omega(pos - 1)
+        where = position.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
+        a_near = self.a_k.gather(2, where).masked_fill(position[..., None] < 0, 0)
+        hot_keys, _ = self.hot_vectors.chunk(2, -1)
+        keys = torch.cat((hot_keys, self.window[0].read(pos)), 2)
+        # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the selection.
+        q_hat, k_hat, b_q, b_k = lrqk_refit(
+            q.double(),
+            k.double(),
+            self.basis_q.double(),
+            self.basis_k.double(),
+            a_near.double(),
+            keys.double(),
+        )
+        self.basis_q.copy_(b_q)
+        self.basis_k.copy_(b_k)
+        return q_hat.float(), k_hat.float()
+
+
+def lrqk_cache(context: Context, settings: LrqkSettings) -> LrqkCache:
+    if settings.variant == "paper":
+        return PaperLrqkCache(context, settings)
     return LrqkCache(context, settings)
 
 
 # ----------------------------------------------------------------------------------------------- exact top-k
 
 
-def keep_setting(tokens: int, sets: str = "tokens"):
+def keep_setting(tokens: float):
     """The field of the methods that are given their tokens in all."""
     text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
-    return setting(tokens, text, sets=sets, within="(0, inf)")
+    return setting(tokens, text, within="(0, inf)")
 
 
 @dataclass
 class KeepSettings:
-    """What a method that selects is given: tokens in all, and those that are always among them."""
+    """What a method that selects is given: tokens in all, of which the newest is always one."""
 
     keep: float = keep_setting(512)
-    sinks: int = setting(0, "x: first tokens that are always among them")
-    recent: int = setting(1, "z: last tokens that are always among them", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        total, x, z = kept_tokens(self.keep, capacity), self.sinks, self.recent
+        total = kept_tokens(self.keep, capacity)
         if total == capacity:
             return 0, total, 0
-        return x, left_to_select(self.keep, total, capacity, x, z), z
+        return 0, total - 1, 1
 
 
 @dataclass
@@ -1850,7 +2090,7 @@ class TopKCache(DenseCache):
 class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed vectors."""
 
-    rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", sets="bytes", within="[-1, 1)")
+    rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
@@ -2138,7 +2378,7 @@ def random_basis(*shape: int) -> Tensor:
 @dataclass
 class Method:
     """A row of METHODS. settings: their docstring is in `--help`. caches(model, settings, context, artifact):
-    one a layer. paper: --variant paper. A method that is fitted says how:
+    one a layer. paper: the settings of --variant paper. A method that is fitted says how:
         fit      the function, as "module:fit_NAME", found when asked for; NAME.safetensors is the artifact
         tensors  those of the artifact; random: of random_artifact those that are not numbers near 1
         fold     (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
@@ -2170,8 +2410,14 @@ class Method:
         return self.caches(model, settings, context, artifact)
 
 
-SALS_PAPER = {"rank": 0.25, "score_rank": 0.5, "bits": 4, "form": "paper", "score": "sum"}
-SALS_PAPER |= {"sinks": 16, "critical": 432}
+SALS_PAPER = {
+    "rank": 0.25,
+    "score_rank": 0.5,
+    "bits": 4,
+    "score": "sum",
+    "sinks": 16,
+    "critical": 432,
+}
 SALS = "calibrate:fit_sals", sals_tensors
 ELITE = "calibrate:fit_elitekv", elite_tensors
 METHODS = {
@@ -2179,7 +2425,7 @@ METHODS = {
     "sals": Method(SalsSettings, sals_caches, *SALS, fold=fold_sals, paper=SALS_PAPER),
     "elitekv": Method(EliteSettings, each_layer(EliteCache), *ELITE, random_elitekv, fold_elitekv),
     "loki": Method(LokiSettings, each_layer(LokiCache), "calibrate:fit_loki", loki_tensors),
-    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache), fold=fold_kv_bits, paper={"mode": "paper"}),
+    "lrqk": Method(LrqkSettings, each_layer(lrqk_cache)),
     "fdc": Method(
         FdcSettings, each_layer(FdcCache), "calibrate:fit_fdc", fdc_tensors, random_fdc, fold_values
     ),
@@ -2215,19 +2461,20 @@ def settings_from(method: str, options: dict) -> object:
     """The method's settings: `options` over the defaults of their `variant`. UserError where one is unknown,
     or has a value that its field does not allow."""
     row = method_named(method)
-    known = {f.name: f.metadata for f in dataclasses.fields(row.settings)}
-    allowed = known | ({"variant": {"choices": VARIANTS}} if row.paper else {})
+    fields = {f.name: f.metadata for f in dataclasses.fields(row.settings)}
     for name, value in options.items():
-        if name not in allowed:
+        if name not in fields:
             fault = f"--{name} is not a setting of {method}"
-            raise UserError(f"{fault}; its settings are: {', '.join(known) or 'none'}")
-        choices, interval = map(allowed[name].get, ("choices", "within"))
+            raise UserError(f"{fault}; its settings are: {', '.join(fields) or 'none'}")
+        choices = fields[name]["choices"]
+        interval = fields[name]["within"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
         if not (choices or isinstance(value, str) or inside(value, interval)):
             raise UserError(f"--{name} {value}: give a number in {interval}")
-    chosen = (row.paper if options.get("variant") == "paper" else {}) | options
-    return row.settings(**{name: value for name, value in chosen.items() if name in known})
+    if options.get("variant") == "paper":
+        options = row.paper | options
+    return row.settings(**options)
 
 
 def inside(value: float, interval: str) -> bool:

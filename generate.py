@@ -756,9 +756,6 @@ def add_settings(parser: Parser, method: str) -> None:
     row = method_named(method)
     about = f"settings of --method {method}", row.settings.__doc__
     add = parser.add_argument_group(*about, argument_default=argparse.SUPPRESS).add_argument
-    if row.paper:
-        about = "all settings as published, or those that are better on real models (default ours)"
-        add("--variant", choices=compress.VARIANTS, help=about)
     for f in dataclasses.fields(row.settings):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         paper = f"; paper {row.paper[f.name]}" if f.name in row.paper else ""

@@ -199,7 +199,7 @@ def _nearest(x):
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
 # error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
-LEVELS_APART = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+LEVELS_APART = {2: 0.9957, 4: 0.3352}
 
 
 def four_bit_code(level):
@@ -419,11 +419,9 @@ def launch_append(
 
 
 def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
-    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores; where: as these have it.
-
-    The kernel takes one new token a row, for a store of mixed codes and one of spread codes."""
-    is_one_token_a_row = isinstance(where[1], Tensor)
-    if kernel and is_one_token_a_row and latents.kind == "mixed" and values.kind == "spread":
+    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores, of mixed and of spread codes;
+    where: as these have it. The kernel writes one new token of each row."""
+    if kernel and isinstance(where[1], Tensor):
         lead, latent_scale, rest = latents.parts()
         codes, scale = values.parts()
         launch_append(
@@ -450,8 +448,8 @@ def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: boo
 
 
 def block_queries_reference(
-    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None
-) -> tuple[Tensor, None, Tensor | None]:
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor
+) -> tuple[Tensor, None, Tensor]:
     """What block_queries says, in PyTorch."""
     B, Hq, D = q.shape
     basis = basis.unflatten(0, (-1, D))  # [Hkv, D, r*]
@@ -463,8 +461,6 @@ def block_queries_reference(
     turned_second = second * cos_of_block - first * sin_of_block
     turned = torch.cat((turned_first, turned_second), -1).to(q.dtype)  # [B, n, Hkv, G, D]
     queries = torch.einsum("bnhgd,hdr->bnhgr", turned, basis).flatten(2, 3)
-    if mean is None:
-        return queries, None, None
     return queries, None, mean_logits(q, cos, sin, mean)
 
 
@@ -629,18 +625,18 @@ def takes_codes(q: Tensor, r_score: int) -> bool:
 
 
 def block_queries(
-    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor | None, coded: bool, kernel: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool, kernel: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
 
     q [B, Hq, D] after RoPE is turned back by each block's rotation, cos and sin [n, D/2] fp32 (ours: the
     paper scores without RoPE). Gives three tensors:
         queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, [B, n, Hq, r*]
         query_scale  None
-        offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32; None without mean
+        offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32
     Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the queries,
     [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_split_queries)."""
-    if not kernel or mean is None:
+    if not kernel:
         return block_queries_reference(q, cos, sin, basis, mean)
     coded = coded and takes_codes(q, basis.shape[1])
     queries, query_scale, offset = launch_block_queries(q.contiguous(), cos, sin, basis, mean, coded)

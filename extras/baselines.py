@@ -2,8 +2,8 @@
 
     python generate.py --method h2o                  a name that compress.METHODS lacks is looked up here
     python calibrate.py fit --method palu            and so is how its artifact is fitted
-Methods: StreamingLLM, H2O, Keyformer, SnapKV, Quest, SALS as deployed, Double Sparsity, HShare, FP8,
-TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table.
+Methods: StreamingLLM, H2O, SnapKV, Quest, SALS as deployed, Double Sparsity, FP8, TurboQuant, ShadowKV and
+Palu. METHODS, at the end, is the table.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,6 @@ from compress import (
     Cache,
     Context,
     DenseCache,
-    Int8Store,
     KeepSettings,
     Method,
     RebuiltKeys,
@@ -28,7 +27,7 @@ from compress import (
     Window,
     appended,
     each_layer,
-    fold_kv_bits,
+    fit_budget,
     fold_values,
     in_basis,
     keep_setting,
@@ -41,9 +40,8 @@ from compress import (
     rank_of,
     ring_positions,
     setting,
-    within,
 )
-from kernels import as_fp16, gather_rows, pack, unpack
+from kernels import as_fp16, gather_rows, matmul_codes, pack, quantize_int8, unpack
 from model import Llama, UserError, apply_rope, causal_attention
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -54,10 +52,10 @@ class StreamingSettings:
     """StreamingLLM (arXiv 2309.17453): the first and the last tokens, all others forgotten."""
 
     sinks: int = setting(4, "x: first tokens that are kept")
-    recent: int = setting(508, "w: last tokens that are kept", sets="bytes tokens", within="[1, 1e9]")
+    recent: int = setting(508, "w: last tokens that are kept", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
-        return within(capacity, self.sinks, 0, self.recent)
+        return fit_budget(capacity, self.sinks, 0, self.recent)
 
 
 class StreamingCache(DenseCache):
@@ -109,7 +107,7 @@ class ProxyCache(DenseCache):
         return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
 
 
-# ------------------------------------------------------------------------------------- H2O, Keyformer, SnapKV
+# ------------------------------------------------------------------------------------------------ H2O, SnapKV
 
 
 class SlotCache(DenseCache):
@@ -150,19 +148,14 @@ class SlotCache(DenseCache):
 class H2oSettings:
     """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
 
-    keep: float = keep_setting(512, sets="bytes tokens")
-    heavy: float = setting(0.5, "fraction of these that are heavy hitters, not recent", within="[0, 1]")
+    keep: float = keep_setting(512)
     window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]")
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
+        """Half of the tokens are heavy hitters, half are recent."""
         total = kept_tokens(self.keep, capacity)
-        recent = max(1, total - round(self.heavy * total))
+        recent = max(1, total - round(total / 2))
         return 0, total - recent, recent
-
-
-@dataclass
-class KeyformerSettings(H2oSettings):
-    """Keyformer (arXiv 2403.09054): H2O whose scores have Gumbel noise and a temperature."""
 
 
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
@@ -188,19 +181,14 @@ class H2oCache(SlotCache):
         super().__init__(context, settings)
         self.recent = settings.budget(context.capacity)[2]
         self.table("attention", *self.position.shape[1:], dtype=torch.float32)
-        self.table("start")  # the prompt's length
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        """What is accumulated, of logits [..., N]; part generated so far, first draw: Keyformer's."""
-        return logits.softmax(-1)
 
     def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
-        attention, held = self.weights(logits[None])[0].sum((1, 2)), min(span.start, self.count)
+        attention = logits.softmax(-1).sum((1, 2))  # [Hkv, N]
+        held = min(span.start, self.count)
         attention[:, :held] += self.attention[row, :, :held]
         ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
         kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
-        self.start[row] = span.stop
         return kept
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
@@ -220,9 +208,7 @@ class H2oCache(SlotCache):
             q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~live[:, :, None], -torch.inf)
-        start = self.start[:, None, None, None]
-        part = (now[..., None] - start) / (self.context.capacity - start)  # of what may be generated
-        self.attention += self.weights(logits, part, now[..., None].long() * logits[0].numel()).sum(2)
+        self.attention += logits.softmax(-1).sum(2)
         return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
 
     def used(self, row: int, n: int) -> dict[str, Tensor]:
@@ -233,25 +219,11 @@ class H2oCache(SlotCache):
         return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
 
 
-class KeyformerCache(H2oCache):
-    """H2O's, but softmax((logits + Gumbel noise) / tau) is accumulated; tau goes from 1 to 2."""
-
-    def __init__(self, context: Context, settings: KeyformerSettings):
-        super().__init__(context, settings)
-        # A tape of draws, read in a circle: a CUDA graph runs no generator of ours. Its length is prime.
-        tape = torch.rand(65521, generator=torch.Generator().manual_seed(0)).clamp(min=1e-10)
-        self.gumbel = -(-tape.log()).log().to(context.device)  # noise, not cache
-
-    def weights(self, logits: Tensor, part: Tensor | int = 0, first: Tensor | int = 0) -> Tensor:
-        draws = first + torch.arange(logits[0].numel(), device=logits.device).view(logits[0].shape)
-        return ((logits + self.gumbel[draws % len(self.gumbel)]) / (1 + part)).softmax(-1)
-
-
 @dataclass
 class SnapKvSettings:
     """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later tokens."""
 
-    keep: float = keep_setting(512, sets="bytes tokens")
+    keep: float = keep_setting(512)
     room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, 1e9]")
     window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]")
     pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
@@ -260,7 +232,7 @@ class SnapKvSettings:
         total = kept_tokens(self.keep, capacity)
         if total < capacity:
             left_to_select(self.keep, total, capacity, 0, self.window + self.room)
-        return within(total, 0, total, self.room)
+        return fit_budget(total, 0, total, self.room)
 
 
 def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
@@ -376,26 +348,49 @@ class QuestCache(ProxyCache):
 # ------------------------------------------------------------------------------------------- SALS as deployed
 
 
+class Int8Store(TokenStore):
+    """Int8 codes with one scale a vector (`quantize_int8`)."""
+
+    kind, bits = "int8", 8
+
+    def layout(self) -> dict[str, tuple]:
+        return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantize_int8(x)
+        return codes, scale[..., 0]
+
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
+
+    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.vectors, self.scale
+
+    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+        return matmul_codes(weights * self.scale[:, :, None], self.vectors)
+
+
 @dataclass
 class SalsCannSettings(QuestSettings):
     """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
 
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
-    rank: float = setting(0.5, "rank of the keys that are scored / D", sets="bytes", within="(0, 1]")
-    tail: int = setting(8, "last pages, which are always attended", within="[1, 1e9]")
+
+
+CANN_TAIL = 8  # last pages, which are always attended
 
 
 class SalsCannCache(ProxyCache):
-    """K and V in int8; the proxy of a key is its r leading components in 4 bits. Nothing is rebuilt."""
+    """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is rebuilt."""
 
     def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
         shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
         stores = (Int8Store(*shape, D) for _ in range(2))
         super().__init__(context, *stores, budget=settings.budget(context.capacity))
         self.page = min(settings.page, context.capacity)
-        self.tail = min(settings.tail, self.count // self.page - 1)
-        r = rank_of(settings.rank, D)
+        self.tail = min(CANN_TAIL, self.count // self.page - 1)
+        r = rank_of(0.5, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
         self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
         self.proxies = ScaledStore(*shape, r, 4)
@@ -411,7 +406,7 @@ class SalsCannCache(ProxyCache):
         return self.select_pages(scores, pos, self.tail)
 
 
-# ------------------------------------------------------------------------------------ Double Sparsity, HShare
+# -------------------------------------------------------------------------------------------- Double Sparsity
 
 
 @dataclass
@@ -433,18 +428,13 @@ class DoubleSparseCache(ProxyCache):
         self.basis = channels.to(context.device, context.dtype)
         self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
 
-    def best(self, pos: Tensor, q: Tensor, label: Tensor, count: int) -> Tensor:
-        """The `count` best by their labels [B, Hkv, S, r_c] -> index [B, Hkv, count], negative where none."""
-        scores, (x, _, z) = (
-            kernels.scores(
-                in_basis(q, self.basis), label, None, pos, self.scale, "largest", kernel=self.kernel
-            ),
-            self.budget,
-        )
-        return kernels.select(scores, pos, (x, count - x - z, z), recent=True, kernel=self.kernel)
-
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        return self.best(pos, q, self.proxies.vectors, self.count)
+        """The best by their labels: tokens [B, Hkv, n], negative where none."""
+        labels = self.proxies.vectors  # [B, Hkv, S, r_c]
+        scores = kernels.scores(
+            in_basis(q, self.basis), labels, None, pos, self.scale, "largest", kernel=self.kernel
+        )
+        return kernels.select(scores, pos, self.budget, recent=True, kernel=self.kernel)
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
@@ -463,75 +453,6 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
     importance = torch.stack(sums).cpu() / tokens.numel()
     eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
-
-
-@dataclass
-class HshareSettings(DoubleSparseSettings):
-    """HShare (ICLR 2025): Double Sparsity whose selections serve several steps and several heads."""
-
-    every: int = setting(8, "steps for which a selection is used", within="[1, 1e9]")
-    share_heads: int = setting(0, "KV heads that use the selection of another one, by their overlap")
-
-
-def share_map(overlap: Tensor, merged: int) -> Tensor:
-    """HShare's greedy map f [n]: item i uses what item f(i) <= i has; `merged` items have f(i) < i. Of
-    overlap [n, n], |C_i and C_j|, the most similar pair i > j is merged, i to j, again and again."""
-    n = len(overlap)
-    f = torch.arange(n, device=overlap.device)
-    pairs = overlap.float().masked_fill(~torch.ones_like(overlap, dtype=torch.bool).tril(-1), -torch.inf)
-    for _ in range(merged):
-        i, j = divmod(int(pairs.argmax()), n)
-        f[f == i] = j  # i itself, and what was merged into it before
-        pairs[i], pairs[:, i] = -torch.inf, -torch.inf
-    return f
-
-
-class HshareCache(DoubleSparseCache):
-    """A selection is held for `every` steps; each new token joins it. `share_heads` heads use another's."""
-
-    def __init__(self, context: Context, settings: HshareSettings, *fitted):
-        super().__init__(context, settings, *fitted)
-        heads, every, merged = context.config.n_kv_heads, settings.every, settings.share_heads
-        if merged >= heads:
-            raise UserError(f"--share_heads {merged}: of {heads} KV heads, 0 to {heads - 1} can be merged")
-        selects, most = self.count < context.capacity, self.budget[1] + 1
-        if every > most and selects:
-            raise UserError(f"--every {every}: give at most {most}, 1 + the tokens selected")
-        self.every, self.merged = (every, merged) if selects else (1, 0)
-        self.held_count = self.count - self.every + 1  # tokens of a selection; the others join it
-        self.table("held", heads, self.held_count)  # the selection
-        self.table("since", fill=-self.every)
-        self.table("head", heads)  # whose selection a head uses
-
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        super().write_chunk(row, span, q, k, v)
-        self.since[row] = -self.every  # the first step selects
-        self.head[row] = torch.arange(k.shape[1], device=k.device)
-        if self.merged:
-            # Heads that select nearly all of a short prompt are all alike: half of it tells them apart.
-            x, _, z = self.budget
-            count = min(self.held_count, max(x + z + 1, span.stop // 2))
-            last, label = torch.tensor([span.stop - 1], device=k.device), self.proxies.vectors[row : row + 1]
-            index = self.best(last, q[-1:], label, count)[0]  # [Hkv, n]
-            index = index.clamp(min=0)  # where some are none, all tokens are chosen, and 0 too
-            member = torch.zeros(len(index), self.context.capacity, device=k.device).scatter_(1, index, 1.0)
-            self.head[row] = share_map(member @ member.T, self.merged).int()
-
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        index = self.best(pos, q, self.proxies.vectors, self.held_count)
-        index = index.gather(1, self.head.long()[..., None].expand_as(index))
-        due = pos - self.since >= self.every  # [B]
-        self.since.copy_(torch.where(due, pos, self.since))
-        self.held.copy_(torch.where(due[:, None, None], index, self.held))
-        newer = self.since[:, None, None] + torch.arange(1, self.every, device=pos.device)  # [B, 1, .]
-        # A row that the budget covers is attended whole: its first `count` tokens, as far as written.
-        whole, first = (pos < self.count)[:, None, None], self.context.positions[: self.count]
-        index = torch.where(whole, first, torch.cat((self.held, newer.expand(-1, index.shape[1], -1)), -1))
-        return index.where(index <= pos[:, None, None], -1)
-
-    def score_bytes(self, length: int) -> int:
-        heads = self.config.n_kv_heads
-        return super().score_bytes(length) * (heads - self.merged) // heads // self.every
 
 
 # -------------------------------------------------------------------------------- keys less their mean, FP8
@@ -655,13 +576,15 @@ def fp8_cache(context: Context, settings: Fp8Settings) -> Cache:
 class TurboQuantSettings(CentreSettings):
     """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
 
-    bits: int = setting(4, "bits of a code", (2, 3, 4), sets="bytes")
+    bits: int = setting(4, "bits of a code", (2, 4))
 
 
 # The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
 # as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
-LEVELS = {2: (0.4528, 1.51), 3: (0.2451, 0.756, 1.344, 2.152)}
-LEVELS[4] = (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733)
+LEVELS = {
+    2: (0.4528, 1.51),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+}
 
 
 def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
@@ -670,17 +593,6 @@ def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
     y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
     codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
     return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """`pack`, which 3 bits enter as 2 and 1."""
-    return pack(codes, bits) if bits != 3 else torch.cat((pack(codes & 3, 2), pack(codes >> 2, 1)), -1)
-
-
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """The inverse."""
-    low, high = packed.tensor_split((packed.shape[-1] // 3 * 2,), -1)
-    return unpack(packed, bits) if bits != 3 else unpack(low, 2) | unpack(high, 1) << 2
 
 
 class LevelStore(ScaledStore):
@@ -698,10 +610,10 @@ class LevelStore(ScaledStore):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
         rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
-        return pack_codes(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
 
     def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.levels[unpack_codes(rows, self.bits).int()] * scale[..., None].float()
+        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
 
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
@@ -725,15 +637,14 @@ class ShadowKvSettings:
     """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
 
     keep: float = keep_setting(1024)
-    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", sets="bytes", within="(0, 1]")
+    rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", within="(0, 1]")
     chunk: int = setting(8, "tokens of a chunk", within="[1, 1e9]")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]")
-    kv_bits: int = setting(16, "bits of V in host memory (fewer: ours)", (16, 8, 4))
 
     def budget(self, capacity: int) -> tuple[int, int, int]:
         """Outliers stand in the place of sinks."""
-        selected, outliers, recent = within(capacity, *self.layout(capacity))
+        selected, outliers, recent = fit_budget(capacity, *self.layout(capacity))
         return outliers, selected, recent
 
     def layout(self, capacity: int) -> tuple[int, int, int]:
@@ -796,9 +707,7 @@ class ShadowKvCache(Cache):
         self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
         self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
         self.ring = Window(context, heads, 2 * d, 0, self.z)
-        values, bits = (context, heads, context.capacity, d), settings.kv_bits
-        coded = bits < 16
-        self.values = ScaledStore(*values, bits, host=True) if coded else TokenStore(*values, host=True)
+        self.values = TokenStore(context, heads, context.capacity, d, host=True)
 
     def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
@@ -877,8 +786,8 @@ class ShadowKvCache(Cache):
         chosen = min(self.selected, max(0, length - recent - outliers))
         elements = (length // self.chunk + 2 * (outliers + recent)) * c.kv_dim
         elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        values = sum(part[0, :, 0].nbytes for part in self.values.parts())
-        return elements * self.context.dtype.itemsize + chosen * values
+        elements += chosen * c.kv_dim
+        return elements * self.context.dtype.itemsize
 
 
 # ------------------------------------------------------------------------------------------------------- Palu
@@ -888,7 +797,7 @@ class ShadowKvCache(Cache):
 class PaluSettings:
     """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
 
-    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", sets="bytes", within="(0, 1]")
+    keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", within="(0, 1]")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
@@ -905,6 +814,15 @@ def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
+class PaluKeys(RebuiltKeys):
+    """Keys rebuilt of latents [B, Hkv, S, r] in 16 bits, each head's own."""
+
+    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
+        bias = self.bias.float()[..., None]
+        paired = [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (self.basis, bias)]
+        return [None, None, paired[0], None, paired[1]]
+
+
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
 
@@ -913,7 +831,7 @@ class PaluCache(Cache):
         basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
         shape = len(basis), context.capacity, basis.shape[2]
         latents, basis = TokenStore(context, *shape), basis.to(context.device)
-        self.keys = RebuiltKeys(latents, basis, bias.to(context.dtype))
+        self.keys = PaluKeys(latents, basis, bias.to(context.dtype))
         self.values = TokenStore(context, *shape)
 
     def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
@@ -957,14 +875,12 @@ PALU = "extras.baselines:fit_palu", of_heads("k.basis", "v.basis")
 METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
-    "keyformer": Method(KeyformerSettings, each_layer(KeyformerCache)),
     "snapkv": Method(SnapKvSettings, each_layer(SnapKvCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), "calibrate:fit_loki", loki_tensors),
     "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
-    "hshare": Method(HshareSettings, each_layer(HshareCache), *IMPORTANCE),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
-    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache), fold=fold_kv_bits),
+    "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
     "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),
 }
