@@ -667,7 +667,8 @@ class LLM:
         }
         by_rank = gathered(local)
 
-        miss_rates = [cache.miss_rate() for cache in caches if cache.miss_rate() is not None]
+        miss_rates = [cache.miss_rate() for cache in caches]
+        miss_rates = [rate for rate in miss_rates if rate is not None]
         miss_rate = None
         if miss_rates:
             miss_rate = round(sum(miss_rates) / len(miss_rates), 4)
@@ -955,7 +956,7 @@ def run_generate(args: argparse.Namespace) -> None:
     llm = llm_of(args, args.method, args.options)
     prompts, asks = read_prompts(args, llm)
     output = begin(llm, args, prompts, asks)
-    if args.save_cache and not args.load_cache:
+    if args.save_cache:
         llm.save(args.save_cache)
 
     answers = {}  # of each method

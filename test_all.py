@@ -3997,7 +3997,13 @@ def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
     both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
     again = cli.json(f"{load} --ask 'where is it'")
     twice = cli.json(f"{load} --ask 'who is it' --batch_size 2")
-    went_on, never_left = cli.json(load), cli.json(f"{line} --max_new_tokens 6")
+    went_on, never_left = (
+        cli.json(f"{load} --save_cache {tmp_path}/d"),
+        cli.json(f"{line} --max_new_tokens 6"),
+    )
+    loaded, saved_again = (load_file(tmp_path / name) for name in "cd")
+    assert loaded.keys() == saved_again.keys()
+    assert all(loaded[name].equal(saved_again[name]) for name in loaded)
     for name in ("token_ids", "text", "prompt_tokens"):
         assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
         assert again[name] == alone[1][name] and twice[name] == alone[0][name] * 2
