@@ -18,7 +18,6 @@ import random
 import re
 import sys
 import time
-import timeit
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,6 +26,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 # Threads that wait for another one soon give up their core: on a busy machine that one may have none. GNU's
 # OpenMP reads this when torch is imported. A user's own setting wins.
@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import compress
@@ -49,7 +50,6 @@ from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, hum
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COUNT = re.compile("[0-9]{1,4000}")  # as a prompt: so many random tokens
-LONGEST_TEXT, LONGEST_PROMPT = 4 * 10**9, 10**8  # bytes, characters
 FIRST = torch.zeros(1, dtype=torch.int64)  # an index: kernels copy by it, which reach host memory, too
 
 
@@ -139,11 +139,9 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False,
-        prefill_chunk: int | None = None
-    ):  # fmt: skip
+        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
+    ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
-        self.prefill_chunk = prefill_chunk or 1 << 32  # tokens of a prompt that are read at once
         self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
         self.logits = context.zeros(model.config.vocab_size)  # of the last step
         started = time.time()
@@ -199,13 +197,14 @@ class Engine:
 
     def feed(self, prompts: list[list[int]]) -> None:
         """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
-        n, pending = self.prefill_chunk, self.tokens.clone()
-        chunks = [(row, ids[i : i + n]) for row, ids in enumerate(prompts) for i in range(0, len(ids), n)]
-        bar = Progress("reading", len(chunks) * len(self.model.layers))
-        for row, ids in chunks:
-            tokens = torch.tensor(ids, device=self.context.device)
-            self.logits[row] = self.model.extend(tokens, row, int(self.pos[row]), self.caches, bar.tick)
-            self.pos[row] += len(ids)
+        pending = self.tokens.clone()
+        fed_rows = [row for row, ids in enumerate(prompts) if ids]
+        bar = Progress("reading", len(fed_rows) * len(self.model.layers))
+        for row in fed_rows:
+            tokens = torch.tensor(prompts[row], device=self.context.device)
+            start = int(self.pos[row])
+            self.logits[row] = self.model.extend(tokens, row, start, self.caches, bar.tick)
+            self.pos[row] += len(tokens)
         self.check_logits()
         self._sample()
         fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
@@ -438,18 +437,29 @@ def peak_memory(device: torch.device) -> int:
     return 0
 
 
-def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy, counting what is read and what is written."""
-    source = torch.ones(1 << (28 if device.type == "cuda" else 25), dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    # clock waits for the device.
-    seconds = timeit.repeat(lambda: (target.copy_(source), clock(device)), number=1, repeat=4)
-    return 2 * source.nbytes / min(seconds)
-
-
 def device_name(device: torch.device) -> str:
     is_cpu = device.type == "cpu"
     return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
+
+
+class SavedFacts(NamedTuple):
+    """What a file of `LLM.save` says about its rows."""
+
+    lengths: list[int]  # tokens that the cache holds of each row
+    context: int  # tokens that the saved cache had room for
+    note: object  # what the caller of `save` added, or None
+
+
+def saved_facts(path: Path) -> SavedFacts:
+    """Reads the facts of a file of `LLM.save`, without its tensors. UserError where it is no such file."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise UserError(f"{path}: truncated or damaged ({error}); save it again") from None
+    if "rows" not in metadata:
+        raise UserError(f"{path}: this is no saved cache; give a file of --save_cache")
+    return SavedFacts(*json.loads(metadata["rows"]))
 
 
 class LLM:
@@ -463,17 +473,16 @@ class LLM:
     def __init__(
         self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
         context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
-        temperature=0.0, top_k=0, top_p=1.0, compile=None, kernels=None, prefill_chunk=None, **settings
+        temperature=0.0, top_k=0, top_p=1.0, compile=None, kernels=None, **settings
     ):  # fmt: skip
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
         self.method, self.options, self.seed, self.weights = method, settings, seed, weights
         self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
         self.settings, self.batch_size, self.capacity = settings_from(method, settings), batch_size, context
-        self.compile, self.kernels, self.prefill_chunk = compile, kernels, prefill_chunk
+        self.compile, self.kernels = compile, kernels
         self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
         self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
-        self.history: list[dict[str, str]] = []  # messages of `say`
 
     def open(self, rows: int, need: int = 0) -> "LLM":
         """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
@@ -489,9 +498,9 @@ class LLM:
         if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
         graphed = context.device.type == "cuda"
-        how = graphed if self.compile is None else self.compile, graphed, self.prefill_chunk
+        compiled = graphed if self.compile is None else self.compile
         try:
-            self.engine = Engine(model, caches, context, self.sampling, *how)
+            self.engine = Engine(model, caches, context, self.sampling, compiled, graphed)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
@@ -549,9 +558,18 @@ class LLM:
 
         # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
         stride = 16 if self.model.norm.weight.is_cuda and not (stop_ids or line) else 1
-        yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
+        try:
+            yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
+        except GeneratorExit:  # the caller takes no more: the rows hold what it took
+            self._finish(output)
+            raise
+        self._finish(output)
+
+    def _finish(self, output: Output) -> None:
+        """Gives the output its text, and each row what it has made."""
         for row, ids in enumerate(output.token_ids):
-            output.text[row] = decode(ids, self.told[row]) if decode else ""
+            if self.tokenizer:
+                output.text[row] = self.tokenizer.decode(ids, self.told[row])
             self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
 
     def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
@@ -573,27 +591,6 @@ class LLM:
     def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
         """The next message of a chat, by the model's own template."""
         return self.generate([messages], max_new_tokens, **how)
-
-    def say(self, line: str, max_new_tokens: int = 100, chat: bool = True) -> Iterator[str]:
-        """The answer to one more turn of the conversation `history`, piece by piece. Where the cache is full
-        the oldest turns are forgotten, but no system message. chat: by the template, else as plain text."""
-        if not self.engine:
-            self.open(1)
-        history = self.history
-        history.append({"role": "user", "content": line})
-        first = sum(message["role"] == "system" for message in history)
-
-        def prompt() -> str | list:
-            texts = ("\n" * (message["role"] == "user") + message["content"] for message in history)
-            return history if chat else "".join(texts).removeprefix("\n")
-
-        turn = self.encode("\n" + line, self.told[0]) if self.told[0] and not chat else prompt()
-        while len(self.encode(turn)) + max_new_tokens > self.capacity and history[first + 1 :]:
-            print("note: the cache is full; the oldest turn is forgotten", file=sys.stderr)
-            del history[first : first + 2]
-            turn = prompt()
-        yield from self.stream(turn, max_new_tokens)
-        history.append({"role": "assistant", "content": self.output.text[0]})
 
     def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
         """An answer of one line to each question about what row 0 holds: one after another in it; or, if
@@ -633,21 +630,27 @@ class LLM:
             own["artifact"] = model_file.fingerprint([compress.artifact_path(self.source, name)])
         return compress.model_identity(self.model) | own
 
-    def save(self, path: str | Path) -> None:
-        """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be."""
-        rows = [(row, n) for row, n in enumerate(self.engine.pos.tolist()) if n]
-        parts = [self.engine.used(*row) | {"ids": torch.tensor(self.told[row[0]])} for row in rows]
-        named = ((f"{i}.{name}", x) for i, part in enumerate(parts) for name, x in part.items())
-        tensors = {name: x[None][FIRST][0].cpu() for name, x in named}
-        facts = [n for _, n in rows], self.engine.context.capacity, self.history
+    def save(self, path: str | Path, note: object = None) -> None:
+        """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be.
+        note: what else the file shall tell, in JSON (`saved_facts` reads it)."""
+        tensors = {}
+        lengths = []
+        for row, n in enumerate(self.engine.pos.tolist()):
+            if n == 0:
+                continue
+            parts = self.engine.used(row, n) | {"ids": torch.tensor(self.told[row])}
+            for name, x in parts.items():
+                tensors[f"{len(lengths)}.{name}"] = x[None][FIRST][0].cpu()
+            lengths.append(n)
+        facts = SavedFacts(lengths, self.engine.context.capacity, note)
         compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
 
     def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:
         """Makes the rows those of a file of `save`, in turn, with room for max_new_tokens more. UserError
         where the file is of another model, method or settings, or its rows do not fit."""
         started, remedy = time.time(), "load it with the options that saved it, or save it again"
-        facts, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
-        lengths, context, history = json.loads(facts["rows"])
+        metadata, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
+        lengths, context, _ = SavedFacts(*json.loads(metadata["rows"]))
         if not self.engine:
             self.capacity = self.capacity or max(context, max(lengths) + max_new_tokens)
             self.open(self.batch_size or len(lengths))
@@ -664,49 +667,52 @@ class LLM:
         for row in range(rows):
             self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
             self.told[row] = saved[row % len(saved)]["ids"].tolist()
-        self.history = history
         return self.begun(started)
 
     def report(self, output: Output) -> dict:
         """The run in figures: counts are per row, bytes are this process's."""
-        context, model, caches = self.engine.context, self.model, self.engine.caches
-        new_tokens, dtype = [*map(len, output.token_ids)], str(context.dtype).removeprefix("torch.")
-        lengths = [*map(sum, zip(output.prompt_tokens, new_tokens, strict=True))]
-        table, weights = model.tok_embeddings.weight, sum(p.nbytes for p in model.parameters())
-        per_step = output.decode_s / max(1, output.steps)
-        rates = [rate for rate in (cache.miss_rate() for cache in caches) if rate is not None]
+        context = self.engine.context
+        caches = self.engine.caches
+        new_tokens = [len(ids) for ids in output.token_ids]
+        lengths = [given + new for given, new in zip(output.prompt_tokens, new_tokens, strict=True)]
         sizes = {
             **cache_bytes(caches),
             "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
-            "weights_bytes": weights,
             "peak_memory_bytes": peak_memory(context.device),
         }
-        read = sizes["bytes_read_per_step"] + weights - table.nbytes * (table is not model.output.weight)
-        movable = output.steps and per_step * measure_bandwidth(context.device)  # after the peak was read
-        shapes = (name for name, shape in model_file.SHAPES.items() if shape is self.source)
+        miss_rates = [cache.miss_rate() for cache in caches]
+        miss_rates = [rate for rate in miss_rates if rate is not None]
+        miss_rate = None
+        if miss_rates:
+            miss_rate = round(sum(miss_rates) / len(miss_rates), 4)
+
+        tokens_per_s = None
+        if output.steps:
+            tokens_per_s = round(context.batch_size * output.steps / output.decode_s, 2)
+
+        model_name = str(self.source)
+        for name, shape in model_file.SHAPES.items():
+            if self.source is shape:
+                model_name = name
+
         return {
             "method": self.method,
-            "variant": self.options.get("variant", "ours"),
             "settings": dataclasses.asdict(self.settings),
-            "model": next(shapes, str(self.source)),
+            "model": model_name,
             "seed": self.seed,
             "device": device_name(context.device),
-            "dtype": dtype,
+            "dtype": str(context.dtype).removeprefix("torch."),
             "prompt_tokens": output.prompt_tokens,
             "new_tokens": new_tokens,
             "token_ids": output.token_ids,
             "text": output.text,
             "prefill_s": round(output.prefill_s, 4),
             "first_token_s": round(output.first_token_s, 4),
-            "decode_tokens_per_s": round(context.batch_size / per_step, 2) if output.steps else None,
+            "decode_tokens_per_s": tokens_per_s,
             **sizes,
-            "miss_rate": round(sum(rates) / len(rates), 4) if rates else None,
-            "cache_tokens": context.batch_size * context.capacity,
-            "cache_share": round(sizes["cache_bytes_measured"] / sizes["cache_bytes_dense"], 4),
-            "bandwidth_share": round(read / movable, 4) if movable else None,
+            "miss_rate": miss_rate,
             "capture_s": round(self.engine.capture_s, 3),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "weights": self.weights or dtype,
         }
 
 
@@ -780,16 +786,53 @@ def add_weights_option(parser: Parser) -> None:
     parser.option("--weights", str, None, "weights of the linear layers in 8 bits", choices=("int8",))
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    names = compress.method_names() if {"-h", "--help"} & {*argv} else ()
-    about = "\n".join(f"  {name:13}{method_named(name).settings.__doc__}" for name in names)
-    title, epilog = __doc__.split("\n\n")
-    parser = Parser(description=f"{title}\n\nmethods:\n{about}", epilog=epilog)
+def add_engine_options(parser: Parser) -> None:
+    parser.flag("--compile", "compile the step (default: on CUDA)", argparse.BooleanOptionalAction)
+    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", argparse.BooleanOptionalAction)
+
+
+def add_sampling_options(parser: Parser) -> None:
+    parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
+    parser.option("--temperature", number_in("[0, inf)"), 0.0, "0 is greedy")
+    parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
+    parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
+    parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
+
+
+def add_chat_options(parser: Parser) -> None:
+    parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
+    parser.option("--system", str, "", "a system message for the chat; it implies --chat", metavar="TEXT")
+
+
+def parser_of_methods(doc: str, argv: list[str]) -> Parser:
+    """A parser with --method and the settings of the method that argv names. Its help lists all methods.
+
+    doc: a module's docstring, whose second paragraph becomes the end of the help."""
+    description, epilog = doc.split("\n\n")
+    if "-h" in argv or "--help" in argv:
+        description += "\n\nmethods:"
+        for name in compress.method_names():
+            description += f"\n  {name:13}{method_named(name).settings.__doc__}"
+    parser = Parser(description=description, epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
+    # The method decides which settings exist, so it is read first.
+    early = Parser(add_help=False)
+    early.add_argument("--method", default="dense")
+    add_settings(parser, early.parse_known_args(argv)[0].method)
+    return parser
+
+
+def given_settings(args: argparse.Namespace) -> dict:
+    """The settings of the method that a command line names, as `LLM` takes them."""
+    names = ["variant"] + [f.name for f in dataclasses.fields(method_named(args.method).settings)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of_methods(__doc__, argv)
     add_model_options(parser)
     add_weights_option(parser)
     parser.option("--random_weights", str, None, "of this shape, to time a step", choices=model_file.SHAPES)
-    parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
@@ -797,53 +840,35 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
     parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
     parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
-    parser.option("--prefill_chunk", whole(1), None, "tokens of a prompt to read at once (default: all)")
-    parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
-    parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
-    parser.option("--temperature", number_in("[0, inf)"), 0.0, "0 is greedy")
-    parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
-    parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
+    add_chat_options(parser)
+    add_sampling_options(parser)
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
-    parser.flag("--compile", "compile the step (default: on CUDA)", argparse.BooleanOptionalAction)
-    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", argparse.BooleanOptionalAction)
-    parser.flag("--interactive", "read one turn a line from the terminal")
-    parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
-    parser.option("--system", str, "", "with --chat: the system message", metavar="TEXT")
-    # The method decides which settings exist, so it is read first.
-    early = Parser(add_help=False)
-    early.add_argument("--method", default="dense")
-    add_settings(parser, early.parse_known_args(argv)[0].method)
+    parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
+    add_engine_options(parser)
     args = parser.parse_args(argv)
-    names = ["variant", *(f.name for f in dataclasses.fields(method_named(args.method).settings))]
-    args.options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    "".join([*args.prompt, *args.ask, args.system]).encode()  # UnicodeError, as of files and stdin
-    numbers = args.prompt and not (args.ask or args.chat) and all(map(COUNT.fullmatch, args.prompt))
-    batch, one = args.prompt or args.ask or args.batch_size or args.json, args.prompt or args.interactive
-    given, asked, rows = len(args.prompt), len(args.ask), args.batch_size
-    few = rows and (rows < given or 1 < rows < asked) or asked and given > 1
-    unwritable = args.save_cache and not os.access(args.save_cache.absolute().parent, os.W_OK)
-    for wrong, fault in (
-        (args.random_weights and not numbers, "random weights have no tokenizer; give --prompt N"),
-        (args.random_weights and args.checkpoint != NANO, "give --random_weights or --checkpoint, not both"),
-        (args.interactive and batch, "--interactive takes no --prompt, --ask, --batch_size, --json"),
-        (few, "--batch_size is at least the number of prompts, or of --ask; these take one prompt"),
-        (unwritable, "--save_cache: no folder to write into; give another FILE"),
-        (args.load_cache and args.prompt, "--load_cache has the prompt; give --ask or --interactive"),
-        (args.load_cache and args.system, "--load_cache has the system message, too; leave out --system"),
-        (args.chat and (args.ask or not one), "--chat needs a --prompt or --interactive, and takes no --ask"),
-        (args.system and not args.chat, "--system needs --chat"),
-    ):
-        if wrong:
-            raise UserError(fault)
-    args.system = [{"role": "system", "content": args.system}] if args.system else []  # as messages
+    args.options = given_settings(args)
+    args.chat = args.chat or args.system != ""
+
+    all_random = all(COUNT.fullmatch(text) for text in args.prompt)
+    if args.random_weights and (not args.prompt or not all_random or args.ask or args.chat):
+        parser.error("random weights have no tokenizer; give --prompt N")
+    if args.random_weights and args.checkpoint != NANO:
+        parser.error("give --random_weights or --checkpoint, not both")
+    if args.batch_size and args.batch_size < len(args.prompt):
+        parser.error("--batch_size is at least the number of prompts")
+    if args.ask and len(args.prompt) > 1:
+        parser.error("--ask takes one --prompt")
+    if args.load_cache and args.prompt:
+        parser.error("--load_cache has the prompt; give --ask, or nothing")
+    if args.chat and (args.ask or not args.prompt):
+        parser.error("--chat needs a --prompt, and takes no --ask")
     return args
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's text without a byte-order mark and with \\n for each line end, as stdin's."""
-    if path.exists() and not (path.is_file() and path.stat().st_size <= LONGEST_TEXT):  # some have no end
-        most = human(LONGEST_TEXT)
-        raise UserError(f"{path}: no regular file of at most {most}; copy what is needed into one")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: no regular file; copy the text into one")
     try:
         return path.read_text(encoding="utf-8-sig", errors=errors)
     except UnicodeError as error:
@@ -852,74 +877,118 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], list[str]]:
     """Token ids of the prompts, and the questions to ask after them."""
-    texts, asks, prompts, config = args.prompt, args.ask, [], llm.model.config
+    texts = args.prompt
+    asks = args.ask
     if not texts and not args.load_cache:
         path = args.checkpoint / "demo.txt"
         if not path.is_file():
             raise UserError("give a --prompt: this checkpoint has no demo.txt")
         document, *questions = read_text(path).split("\nQuestion:")
-        texts, asks = [document], asks or [f"Question:{text}".rstrip("\n") for text in questions]
-    for i, text in enumerate(texts):
-        if COUNT.fullmatch(text) and not args.chat:
-            rng, count = random.Random(args.seed + i), min(int(text), config.max_positions + 1)
-            prompts.append([rng.randrange(3, config.vocab_size) for _ in range(count)])
-            continue
-        if text == "-":
-            text = sys.stdin.read(LONGEST_PROMPT + 1)  # it may have no end
-        elif text.startswith("@"):
-            text = read_text(Path(text[1:]))
-        if not 0 < len(text) <= LONGEST_PROMPT:
-            fault = "is longer than any model reads" if text else "is empty"
-            raise UserError(f"the prompt {fault}; give some text, @FILE, - or a number of tokens")
-        chat = [*args.system, {"role": "user", "content": text}]
-        prompts.append(llm.encode(chat if args.chat else text))
+        texts = [document]
+        asks = asks or [f"Question:{text}".rstrip("\n") for text in questions]
     if 1 < (args.batch_size or 1) < len(asks):
         raise UserError(f"--batch_size is at least the number of questions, {len(asks)}")
+
+    prompts = []
+    for i, text in enumerate(texts):
+        if COUNT.fullmatch(text) and not args.chat:
+            prompts.append(random_prompt(int(text), args.seed + i, llm.model.config))
+            continue
+        if text == "-":
+            text = sys.stdin.read()
+        elif text.startswith("@"):
+            text = read_text(Path(text[1:]))
+        if not text:
+            raise UserError("the prompt is empty; give some text, @FILE, - or a number of tokens")
+        if args.chat:
+            messages = [{"role": "user", "content": text}]
+            if args.system:
+                messages.insert(0, {"role": "system", "content": args.system})
+            prompts.append(llm.encode(messages))
+        else:
+            prompts.append(llm.encode(text))
     return prompts, asks
 
 
-def llm_of(args: argparse.Namespace, method: str, options: dict) -> LLM:
-    source = model_file.SHAPES[args.random_weights] if args.random_weights else args.checkpoint
-    how = {name: getattr(args, name) for name in LLM.__init__.__kwdefaults__}  # each is an option
-    return LLM(source, method, **how, **options)
+def random_prompt(n: int, seed: int, config: ModelConfig) -> list[int]:
+    """n random token ids; one more than the model takes, where n is larger."""
+    rng = random.Random(seed)
+    n = min(n, config.max_positions + 1)
+    return [rng.randrange(3, config.vocab_size) for _ in range(n)]
+
+
+def llm_of(args: argparse.Namespace, method: str, settings: dict) -> LLM:
+    """The LLM that a command line describes, with this method and these of its settings."""
+    source = args.checkpoint
+    if args.random_weights:
+        source = model_file.SHAPES[args.random_weights]
+    return LLM(
+        source,
+        method,
+        batch_size=args.batch_size,
+        context=args.context,
+        device=args.device,
+        dtype=args.dtype,
+        weights=args.weights,
+        seed=args.seed,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        compile=args.compile,
+        kernels=args.kernels,
+        **settings,
+    )
 
 
 def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
     """Reads or loads the prompts, with room for what comes after."""
     rows = args.batch_size or len(prompts)
-    new = args.max_new_tokens
-    more = [len(llm.encode(f"\n{ask}", [0])) - 1 + new for ask in asks] or [new]
-    more = max(more) if rows > 1 else sum(more)
+    room = args.max_new_tokens
+    if asks:
+        needs = [len(llm.encode(f"\n{ask}", [0])) - 1 + args.max_new_tokens for ask in asks]
+        room = max(needs) if rows > 1 else sum(needs)  # a question a row, or all in the only one
     if args.load_cache:
-        return llm.load(args.load_cache, more)
-    llm.capacity = check_lengths(prompts, more, args.context, llm.model.config)
+        return llm.load(args.load_cache, room)
+    llm.capacity = check_lengths(prompts, room, args.context, llm.model.config)
     llm.open(rows)  # says whether so many rows fit, before there is a prompt for each
-    return llm.read(prompts if asks else [prompts[i % len(prompts)] for i in range(rows)])
+    if asks:
+        return llm.read(prompts)
+    return llm.read([prompts[i % len(prompts)] for i in range(rows)])
 
 
 def run_generate(args: argparse.Namespace) -> None:
     llm = llm_of(args, args.method, args.options)
-    if args.interactive:
-        return run_interactive(llm, args)
     prompts, asks = read_prompts(args, llm)
-    output, answers = begin(llm, args, prompts, asks), {}
-    if args.save_cache and not args.load_cache:
+    output = begin(llm, args, prompts, asks)
+    if args.save_cache:
         llm.save(args.save_cache)
-    how = {"max_new_tokens": args.max_new_tokens, "ignore_eos": args.ignore_eos}
+
+    answers = {}  # of each method
     streamed = llm.tokenizer is not None and len(llm.told) == 1 and not asks and not args.json
     if asks:
-        output, answers[args.method] = llm.ask(asks, **how)
+        output, answers[args.method] = llm.ask(
+            asks, max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos
+        )
     elif streamed:
-        for piece in llm.stream([], follow=True, **how):
+        for piece in llm.stream(
+            [], max_new_tokens=args.max_new_tokens, follow=True, ignore_eos=args.ignore_eos
+        ):
             print(piece, end="", flush=True)
         print()
+        output = output.then(llm.output)
     else:
-        llm.generate([[]], follow=True, **how)
-    figures = (output if asks else output.then(llm.output)).report
-    if asks and not (args.method == "dense" or args.json or args.load_cache or llm.model.config.elitekv):
+        llm.generate([[]], max_new_tokens=args.max_new_tokens, follow=True, ignore_eos=args.ignore_eos)
+        output = output.then(llm.output)
+    figures = output.report
+
+    # The same questions without compression, to compare with.
+    is_compressed = args.method != "dense" and not llm.model.config.elitekv
+    if asks and is_compressed and not args.json and not args.load_cache:
         del llm, output  # the method may have changed the weights
-        begin(llm := llm_of(args, "dense", {}), args, prompts, asks)
-        _, answers["dense"] = llm.ask(asks, **how)
+        llm = llm_of(args, "dense", {})
+        begin(llm, args, prompts, asks)
+        _, answers["dense"] = llm.ask(asks, max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos)
+
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
         for method, said in answers.items():
@@ -933,28 +1002,6 @@ def run_generate(args: argparse.Namespace) -> None:
             print(f"{name:21} {human(value) if 'bytes' in name else value}", file=sys.stderr)
     if args.json:
         print(json.dumps(figures, separators=(",", ":")))
-
-
-def run_interactive(llm: LLM, args: argparse.Namespace) -> None:
-    """One turn a line; the conversation stays in the cache. --chat wraps turns in the model's template."""
-    if args.load_cache:
-        llm.load(args.load_cache, args.max_new_tokens)
-    else:
-        llm.open(1).history = args.system
-    if len(llm.told) > 1:
-        raise UserError(f"{args.load_cache} has {len(llm.told)} rows; --interactive goes on with one alone")
-    dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    while line := (print("> ", end="", flush=True) or sys.stdin.readline()):
-        if line := line.rstrip("\n"):
-            for piece in llm.say(line, args.max_new_tokens, chat=args.chat):
-                print(piece, end="", flush=True)
-            held = llm.held()
-            told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
-            print(flush=True)
-            print(f"{dim}{told}{normal}", file=sys.stderr)
-    print()
-    if args.save_cache:
-        llm.save(args.save_cache)
 
 
 def run_command(run: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 
@@ -50,8 +50,15 @@ def checked(path: Path, fault: str) -> Iterator[None]:
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
-    with checked(path, "not valid JSON"):
-        return dict(json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON; download it again ({error})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: no JSON object; download it again")
+    return data
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -103,9 +110,14 @@ class ModelConfig:
         if not path.is_file():
             advice = "give the folder of a Hugging Face download (of its cache, a folder in snapshots/)"
             raise UserError(f"{folder}: no config.json there; {advice}")
-        with checked(path, "not a usable config"):
-            config = cls.from_hf(read_json(path))
+        hf = read_json(path)
+        try:
+            config = cls.from_hf(hf)
             config.check()
+        except KeyError as error:
+            raise UserError(f"{path}: not a usable config; it lacks {error}") from None
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{path}: not a usable config; {error}") from None
         return config
 
     @classmethod
@@ -419,15 +431,32 @@ def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """A folder's safetensors files, with the index's tensors (None: all). UserError if one is missing."""
-    single, index, files = folder / "model.safetensors", folder / "model.safetensors.index.json", {}
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    files = {}
     if index.is_file() and not single.is_file():
-        with checked(index, "not a usable index"):
-            for name, file in sorted(read_json(index)["weight_map"].items(), key=lambda item: item[1]):
-                files.setdefault(folder / Path(file).name, set()).add(name)
-    files = files or {single: None}
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{missing[0]} is missing; download the model again, saved as safetensors")
-    return files
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index}: no weight_map in it; download it again")
+        for name, file in weight_map.items():
+            files.setdefault(folder / Path(file).name, set()).add(name)
+    if not files:
+        files = {single: None}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing; download the model again, saved as safetensors")
+    return dict(sorted(files.items()))
+
+
+def read_shapes(file: Path) -> dict[str, list[int]]:
+    """The shapes of a safetensors file's tensors, by its header. UserError for a damaged file."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]  # unused
+            return {name: tensors.get_slice(name).get_shape() for name in names}
+    except SafetensorError as error:
+        message = f"{file}: truncated or not a safetensors file; download it again ({error})"
+        raise UserError(message) from None
 
 
 def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dict[str, Path]:
@@ -438,13 +467,14 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
     found, embeddings, head = {}, "model.embed_tokens.weight", "lm_head.weight"
     folder = next(iter(files)).parent
     for file, indexed in files.items():
-        with checked(file, "truncated or not a safetensors file"), safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]  # unused
-            if stale := [name for name in names if indexed and name not in indexed]:
-                fault = f"left out {len(stale)} tensors that the index does not name here, such as {stale[0]}"
-                print(f"note: {file}: {fault}", file=sys.stderr)
-            names = [name for name in names if name not in stale]
-            found |= {name: (file, tensors.get_slice(name).get_shape()) for name in names}
+        shapes = read_shapes(file)
+        stale = [name for name in shapes if indexed and name not in indexed]
+        if stale:
+            fault = f"left out {len(stale)} tensors that the index does not name here, such as {stale[0]}"
+            print(f"note: {file}: {fault}", file=sys.stderr)
+        for name, shape in shapes.items():
+            if name not in stale:
+                found[name] = (file, shape)
     if config.tied and head in found:
         config.tied = embeddings not in found
         if config.tied:

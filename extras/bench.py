@@ -193,6 +193,15 @@ def run_rows(args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------- one layer's operations
 
 
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, counting what is read and what is written."""
+    n = 1 << (28 if device.type == "cuda" else 25)
+    source = torch.ones(n, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    fastest_us = times_of(lambda: target.copy_(source), device, 3)[0]
+    return 2 * source.nbytes / (fastest_us / 1e6)
+
+
 def median_us(calls: list[Callable], device: torch.device) -> float:
     """Microseconds of calls one after another, on CUDA as one graph."""
 
@@ -241,7 +250,8 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
     reads = [partial(torch.amax, large, -1)] * 8
-    reads_us, bandwidth = median_us(reads, pos.device), generate.measure_bandwidth(pos.device)
+    reads_us = median_us(reads, pos.device)
+    bandwidth = measure_bandwidth(pos.device)
 
     def cold_us(call: Callable) -> float:
         calls = [part for read in reads for part in (read, call)]

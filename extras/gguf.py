@@ -74,12 +74,15 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
         raise UserError("this needs the gguf package: pip install gguf") from None
     if not hasattr(getattr(gguf, "ReaderField", None), "contents"):
         raise UserError("the gguf package is too old: pip install -U gguf")
-    with model_file.checked(path, "truncated, or no GGUF file that the gguf package reads"):
+    try:
         reader = gguf.GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
             gguf.dequantize(tensor.data.reshape(-1)[: gguf.GGML_QUANT_SIZES[kind][1]], kind)  # can it?
         meta = {name: value.contents() for name, value in reader.fields.items()}
-        return meta, {tensor.name: tensor for tensor in reader.tensors}
+    except (LookupError, NotImplementedError, OverflowError, ValueError) as error:
+        fault = f"truncated, or no GGUF file that the gguf package reads; download it again ({error!r})"
+        raise UserError(f"{path}: {fault}") from None
+    return meta, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
@@ -268,9 +271,12 @@ def convert(source: str, out: Path, dtype: torch.dtype) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files, and removes old artifacts."""
     path = gguf_path(source)
     meta, tensors = read_gguf(path)
-    with model_file.checked(path, "its metadata cannot be used"):
+    try:
         config = gguf_config(meta, tensors)
         plan, files = gguf_weights(config, tensors), gguf_tokenizer(meta)
+    except (LookupError, TypeError, ValueError) as error:
+        fault = f"its metadata cannot be used; download it again ({error!r})"
+        raise UserError(f"{path}: {fault}") from error
     files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
     artifacts = old_artifacts(out)
     ours = {*files, "model.safetensors", *(artifact.name for artifact in artifacts)}

@@ -12,10 +12,13 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +37,7 @@ import kernels
 import model as model_file
 from calibrate import save_artifact, save_checkpoint
 from compress import Context
-from extras import baselines, bench, gguf, harness, int8, parallel
+from extras import baselines, bench, chat, gguf, harness, int8, parallel
 from generate import DTYPES
 from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
@@ -72,6 +75,7 @@ from test_all import (
 )
 
 test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
+test_all.CommandLine.programs |= {"chat": chat.main}
 
 # -------------------------------------------------------------------------------------------- comparison rows
 # The tests of all methods, over the lists of this file.
@@ -892,6 +896,210 @@ def test_models_of_transformers_that_cannot_be_compressed(tmp_path):
         within(gpt2, **how)
 
 
+# ------------------------------------------------------------------------------------ conversations (chat.py)
+
+CHATS = ["", "--chat"]
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+STRICT = """{%- for m in messages -%}
+{%- if (m.role == "user") != (loop.index0 % 2 == 0) -%}{{ raise_exception("roles do not alternate") }}
+{%- endif -%}
+[{{ m.content }}]{%- endfor -%}"""
+
+
+def messages_of(*lines: str) -> list[dict[str, str]]:
+    """The user's lines and the assistant's in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": line} for role, line in zip(roles, lines, strict=False)]
+
+
+def started_chat(folder: Path, template: str = "", context: int = 80, n: int = 12) -> chat.Chat:
+    (folder / "chat_template.jinja").write_text(template)
+    llm = generate.LLM(folder, device="cpu", context=context)
+    return chat.Chat(llm, template != "", max_new_tokens=n)
+
+
+@pytest.mark.parametrize("as_chat", CHATS)
+def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli, folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    talk, file = f"chat {as_chat} --max_new_tokens 12 --context 80", tmp_path / "a cache"
+    _, whole, err = cli(talk, stdin="hello\n\nhow are you\n")
+    assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", err, re.M)
+    _, first, saved = cli(talk, stdin=f"hello\n/save {file}\n")
+    _, second, loaded = cli(talk, stdin=f"/load {file}\nhow are you\n")
+    assert "error" not in saved + loaded and loaded.startswith(saved.splitlines()[-1])  # the dim line
+    assert first.endswith("\n> > \n") and second.startswith("> > ")
+    first, second = first.removesuffix("> > \n"), second.removeprefix("> ")
+    assert whole.replace("> > ", "> ") == first + second
+    llm = generate.LLM(folder, device="cpu", context=80)
+    messages = messages_of("hello")
+    answers = [llm.generate([messages] if as_chat else "hello", 12).text[0]]
+    ids = [*llm.told[0], *llm.tokenizer.encode_continuation("\nhow are you")]
+    messages = messages_of("hello", answers[0], "how are you")
+    llm = generate.LLM(folder, device="cpu", context=80)  # reads anew
+    answers += llm.generate([messages if as_chat else ids], 12).text
+    assert whole.replace("> > ", "> ") == "".join(f"> {text}\n" for text in answers) + "> \n"
+
+
+@pytest.mark.parametrize("as_chat", ["", "--system brief"])
+def test_a_full_chat_forgets_its_oldest_turns(as_chat, cli, folder, monkeypatch):
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    test_all.edit_json(folder / "config.json", model_type="mistral", sliding_window=100)  # context's default
+    prefill = mock.Mock(side_effect=generate.Engine.prefill, autospec=True)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
+    turns = [f"turn {i} of the chat" for i in range(6)]
+    line = f"chat {as_chat} --max_new_tokens 12"
+    code, out, err = cli(line, stdin="\n".join(turns))
+    assert code == 0 and out.count("> ") == 7
+    assert "note: the cache is full; the oldest turns are forgotten" in err and prefill.call_count > 1
+    tokenizer = load_tokenizer(folder)
+    ((last,),) = prefill.call_args.args[1:]
+    text = tokenizer.decode(last)
+    assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(as_chat)
+    assert len(last) + 12 <= 100
+    told = cli.refusal("chat --context 101")
+    assert "100 (its sliding window); shorten --context" in told
+
+
+@pytest.mark.parametrize("template", ["", STRICT])
+def test_a_turn_that_fails_changes_nothing(template, cli, folder, monkeypatch, capsys):
+    """A line that does not fit even alone, and a template or a model that refuses."""
+    talk, other = (started_chat(folder, template) for _ in range(2))
+    for each in (talk, other):
+        first = "".join(each.say("hello"))
+    history, told = talk.history, talk.llm.told
+    assert history == messages_of("hello", first) and talk.llm.output.text == [first]
+    with pytest.raises(
+        UserError, match="do not fit the cache of 80; shorten the line, or start with a larger"
+    ):
+        next(talk.say("long " * 100))
+    with mock.patch.object(generate.Engine, "check_logits", side_effect=UserError("not finite")):
+        with pytest.raises(UserError, match="not finite"):
+            next(talk.say("it fails"))
+    assert talk.history == history and talk.llm.told == told
+    assert capsys.readouterr().err == ""  # nothing is said to be forgotten
+    assert "".join(talk.say("how are you")) == "".join(other.say("how are you"))
+    assert talk.history == other.history and talk.llm.told == other.llm.told
+    code, out, err = cli("chat --context 80 --max_new_tokens 12", stdin="long " * 100 + "\nhello\n")
+    assert code == 0 and err.startswith("error: ") and "tokens held" in err and out.count("\n") == 3 - 1
+
+
+@pytest.mark.parametrize("template", ["", STRICT])
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_was_shown(template, folder, monkeypatch):
+    """And the next turn goes on from there, in a text without reading again."""
+    prefill, prompts = generate.Engine.prefill, []
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args))
+    talk = started_chat(folder, template)
+    pieces = talk.say("hello")
+    shown = next(pieces) + next(pieces) + next(pieces)
+    pieces.close()
+    assert shown and talk.history == messages_of("hello", shown)
+    llm = talk.llm
+    assert llm.told[0][-3:] == llm.output.token_ids[0] and len(llm.output.token_ids[0]) == 3
+    assert llm.output.text == [shown]
+    assert int(llm.engine.pos[0]) == len(llm.told[0])
+    ids = [*llm.told[0], *llm.tokenizer.encode_continuation("\nhow are you")]
+    answer = "".join(talk.say("how are you"))
+    assert talk.history == messages_of("hello", shown, "how are you", answer)
+    assert template or len(prompts) == 1
+    fresh = generate.LLM(folder, device="cpu", context=80)
+    prompt = messages_of("hello", shown, "how are you") if template else ids
+    assert fresh.generate([prompt], 12).text == [answer]
+
+
+def test_a_second_answer_ends_one_that_is_open(folder, tmp_path):
+    """And so does whatever else needs the cache."""
+    talk = started_chat(folder)
+    first = talk.say("hello")
+    shown = next(first) + next(first)
+    second = "".join(talk.say("who"))
+    assert list(first) == [] and talk.history == messages_of("hello", shown, "who", second)
+    for use in (lambda: talk.save(tmp_path / "cache"), lambda: talk.load(tmp_path / "cache"), talk.reset):
+        pieces = talk.say("where")
+        next(pieces)
+        use()
+        assert list(pieces) == []
+    assert talk.history == talk.llm.told[0] == [] and not talk.llm.engine.pos.any()
+    talk.load(tmp_path / "cache")
+    assert [message["content"] for message in talk.history][:5] == ["hello", shown, "who", second, "where"]
+    assert int(talk.llm.engine.pos[0]) == len(talk.llm.told[0])
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(cli, monkeypatch):
+    step, steps = generate.Engine.step, []
+
+    def step_and_press(engine) -> None:
+        steps.append(engine)
+        step(engine)
+        if len(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    line, before = "chat --context 80 --max_new_tokens 12", signal.getsignal(signal.SIGINT)
+    whole = cli(line, stdin="hello\n")[1].removeprefix("> ").removesuffix("\n> \n")
+    monkeypatch.setattr(generate.Engine, "step", step_and_press)
+    code, out, err = cli(line, stdin="hello\nwho\n")
+    answers = out.removesuffix("\n> \n").removeprefix("> ").split("\n> ")
+    assert code == 0 and len(answers) == 2 and "interrupted" not in err
+    assert 0 < len(answers[0]) < len(whole) and whole.startswith(answers[0])
+    assert len(steps) == 4 + 11  # the second one has all its tokens
+    assert signal.getsignal(signal.SIGINT) == before
+    # At the prompt it is only a hint.
+    lines = mock.Mock(side_effect=[KeyboardInterrupt, "/help\n", ""])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lines))
+    code, out, err = cli(line)
+    assert (code, out) == (0, "> > > \n") and "(Ctrl-D ends the chat)" in err and "/load FILE" in err
+
+
+def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    talk, file = "chat --context 80 --max_new_tokens 12", tmp_path / "cache"
+
+    def errors(stdin: str, more: str = "") -> list[str]:
+        assert cli(f"{talk} {more}", stdin=stdin)[0] == 0
+        return [line.removeprefix("error: ") for line in cli.err.splitlines() if line.startswith("error: ")]
+
+    _, once, _ = cli(talk, stdin="hello\n")
+    _, again, err = cli(talk, stdin="who is it\n/reset\nhello\n")
+    assert again.endswith(once) and "\n0 tokens held in 0 B, 0% of dense\n" in err
+    assert errors("/save x\n/save\n/fly\n/reset now\n") == [
+        "nothing was said yet that could be saved",
+        "write /save FILE",
+        "there is no command /fly; /help lists them",
+    ]
+    taken, missing, damaged = errors(f"hello\n/save {folder}\n/load {file}\n/load {folder}/config.json\n")
+    assert taken == f"{folder}: Is a directory" and missing == f"No such file or directory: {file}"
+    assert damaged.startswith(f"{folder}/config.json: truncated or damaged (")
+    # What one row of generate.py holds can be gone on with, but not as a chat, and not two.
+    for prompts, options, fault in (
+        ("--prompt hello", "", None),
+        ("--prompt hello", "--chat", "has a prompt but no conversation; load it without --chat"),
+        ("--prompt hello --prompt who", "", "has 2 rows; a conversation has one"),
+    ):
+        save = f"generate {prompts} --context 80 --max_new_tokens 12 --save_cache {file}"
+        assert cli(save)[0] == 0
+        found = errors(f"who\n/load {file}\nis it\n", options)
+        assert found == ([f"{file} {fault}"] if fault else [])
+    talked = started_chat(folder)
+    "".join(talked.say("who"))
+    history, told = talked.history, talked.llm.told
+    with pytest.raises(UserError, match="has 2 rows"):
+        talked.load(file)
+    assert talked.history == history and talked.llm.told == told
+
+
+def test_the_chat_runs_from_a_shell(tmp_path):
+    """With its lines from a pipe; the model finds in a saved conversation what it was told there."""
+    fact = "The magic number for green river is 48213. The magic number for red hill is 90417."
+    ask = "Question: What is the magic number for green river?"
+    options = ["-m", "extras.chat", "--method", "sals", "--max_new_tokens", "24", "--context", "512"]
+    lines = f"{fact}\n/save {tmp_path}/talk\n/reset\nhello\n/load {tmp_path}/talk\n{ask}\n"
+    how = {"cwd": test_all.ROOT, "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True}
+    run = subprocess.run([sys.executable, *options], input=lines, text=True, timeout=600, check=False, **how)
+    assert run.returncode == 0 and "error" not in run.stderr, run.stderr
+    assert "green river is 48213" in run.stdout and run.stdout.endswith("\n> \n")
+    assert run.stderr.count("tokens held in") == 6
+
+
 # ------------------------------------------------------------------------------- speed, pictures (bench.py)
 
 
@@ -901,6 +1109,7 @@ TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
 def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
     """Over caches that are filled without a prompt: each byte and number of a dense one is random. A row that
     cannot run is named, and the others go on."""
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device: 1e10)  # of a third of a second
     monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("a prompt was read"))
     engine = bench.filled_engine(bench.Row("", "tiny", 2, 40), "cpu")
@@ -922,6 +1131,11 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
     for row in tables["speed"]:  # on a CPU without kernels, which are no operators
         us, limit, share, _ = (float(row[key]) for key in ("us", "limit_us", "share", "dense_us"))
         assert row["operation"] == "attention" and share == pytest.approx(limit / us) and limit > 0
+
+
+def test_bandwidth_counts_what_a_copy_reads_and_writes(monkeypatch):
+    monkeypatch.setattr(bench, "times_of", lambda run, device, runs: [5e5, 9e5])
+    assert bench.measure_bandwidth(CPU) == 2 * 4 * 2**25 / 0.5
 
 
 def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
