@@ -303,40 +303,76 @@ def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable, stride: in
 
 
 def render_chat(template: str, **variables) -> str:
-    """A chat template's text, with all that transformers gives it; UserError in the template's own words."""
+    """The text that a chat template makes, given what transformers gives it.
 
-    def refuse(message: str) -> None:
+    Raises UserError in the template's own words, if it refuses the chat or fails."""
+
+    def raise_exception(message: str) -> None:
         raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
 
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    jinja.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    marks = r"({%[-+]?\s*)(end)?generation\b"  # of what is trained on
-    template = re.sub(marks, lambda m: m[1] + ("endif" if m[2] else "if true"), template)
+    jinja.globals["raise_exception"] = raise_exception
+    jinja.globals["strftime_now"] = strftime_now
+    # {% generation %} ... {% endgeneration %} is around what is trained on; here it is a plain block.
+    template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
+    template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     try:
         return jinja.from_string(template).render(variables, tools=None, documents=None)
-    except Exception as error:  # whatever a template does
+    except Exception as error:  # a template is a program, which can fail in any way
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
 def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
     """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
-    What a message says never becomes a control token.
 
     chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
-    special, template = tokenizer.special_tokens, tokenizer.chat_template
+    template = tokenizer.chat_template
     if not template:
         raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
-    # A mark in each control token's name that a message holds: no name is found there, all else stays.
-    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
-    said = "".join([template, *special, *(message["content"] for message in chat)])
-    mark = next(c for c in map(chr, range(0xE000, 0x110000)) if c not in said)  # most are for private use
-    start = re.compile(f"(?={names})(.)", re.DOTALL)
-    chat = [message | {"content": start.sub(rf"\1{mark}", message["content"])} for message in chat]
-    text = render_chat(template, messages=chat, add_generation_prompt=True, **tokenizer.chat_variables)
-    parts = enumerate(re.split(f"({names})(?!{mark})", text))
-    segments = [(part.replace(mark, ""), i % 2 == 1) for i, part in parts if part]
-    return tokenizer.encode_segments(segments, bos=False)  # the template says what leads it
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    said = "".join([template, *names, *(message["content"] for message in chat)])
+    mark = unused_character(said)
+    messages = []
+    for message in chat:
+        content = mark_control_tokens(message["content"], names, mark)
+        messages.append(message | {"content": content})
+    text = render_chat(template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables)
+    return tokenizer.encode_segments(split_control_tokens(text, names, mark), bos=False)
+
+
+def unused_character(text: str) -> str:
+    """A character that the text does not have: the first one from those for private use on."""
+    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in text)
+
+
+def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
+    """A message in which no control token's name is whole, so that it stays text in the rendered chat.
+
+    Each name gets a mark after its first character: <|eot_id|> becomes <MARK|eot_id|>. A template moves
+    the content about, trims and splits it, and the mark goes with it; `split_control_tokens`, which tells the
+    template's names from the user's, takes it out again. names: the longest first."""
+    if not names:
+        return content
+    any_name = "|".join(map(re.escape, names))
+    return re.sub(f"(?={any_name})(.)", rf"\1{mark}", content, flags=re.DOTALL)
+
+
+def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[str, bool]]:
+    """A rendered chat in pieces, without marks, each with whether it is a control token.
+
+    A name of one character is marked behind it, so a name that a mark follows is the user's, too."""
+    if not names:
+        return [(text, False)]
+    any_name = "|".join(map(re.escape, names))
+    segments = []
+    for i, part in enumerate(re.split(f"({any_name})(?!{mark})", text)):
+        if part:  # every second part is what the group found
+            segments.append((part.replace(mark, ""), i % 2 == 1))
+    return segments
 
 
 # --------------------------------------------------------------------------------- from a folder to an engine

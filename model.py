@@ -609,276 +609,433 @@ def random_model(
 
 
 # ------------------------------------------------------------------------------------------------- tokenizers
-# Hugging Face's package runs them all, as a tokenizer.json says it. Other files become such a one.
+# Three kinds of files, each read by the library that is made for it. A class imports its library only when
+# a tokenizer is loaded, since prompts of random tokens need none.
 
-GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 LLAMA3_SPECIAL = (
     "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id"
     " step_id start_header_id end_header_id eom_id eot_id python_tag"
 ).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
 STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
-FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}  # of an added token
-NO_SPACE = {  # what steps of a tokenizer.json become where text goes on
-    "Prepend": {"prepend": ""},
-    "Metaspace": {"prepend_scheme": "never", "add_prefix_space": False},
-    "ByteLevel": {"add_prefix_space": False},
-}
+
+
+def load_tokenizer(folder: Path) -> "Tokenizer":
+    """Loads a checkpoint folder's tokenizer. Raises UserError for files that are missing or damaged."""
+    if (folder / "tokenizer.json").exists():
+        return HfTokenizer(folder)
+    if (folder / "tokenizer.model").exists():
+        content = (folder / "tokenizer.model").read_bytes()
+        if re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content):  # Llama 3's lines of "base64 rank"
+            return TiktokenTokenizer(folder)
+        return SentencePieceTokenizer(folder)
+    if (folder / "merges.txt").exists():
+        load = f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+        command = f'python -c "from transformers import AutoTokenizer; {load}"'
+        raise UserError(f"{folder}: merges.txt without a tokenizer.json; write one with: {command}")
+    raise UserError(f"{folder}: no tokenizer.json and no tokenizer.model; download one of them")
 
 
 class Tokenizer:
-    """A checkpoint folder's tokenizer: text into token ids and back.
+    """Text into token ids and back: what the three kinds below have in common.
 
-    special_tokens: ids by name; no text of a user's ever becomes one. rows: of the model's embedding, which
-    may have more ids than the vocabulary. add_bos: do this model's prompts start with bos_id?
-    chat_template: the model's own, in Jinja. chat_variables: what it may name, such as bos_token."""
+    special_tokens  ids of the control tokens by name; no text of a user's ever becomes one
+    stop_ids        tokens that end an answer: the files' eos_token_id, and those named in STOP_TOKENS
+    bos_id          the token before a text, or None; add_bos: do this model's prompts start with it?
+    vocab_size      ids of the tokenizer; rows: of the model's embedding, which may have more
+    chat_template   the model's own, in Jinja; chat_variables: what it may name, such as bos_token
+
+    A kind has `load`, which opens the library and returns the control tokens, `text_ids`, which encodes
+    text, and `decode_ids`."""
+
+    vocab_size: int
+    unknown_id: int | None = None  # what a text becomes that the vocabulary cannot write
+    space_after_special = False  # where a text gets a space before it: does text after a control token, too?
 
     def __init__(self, folder: Path):
-        """Raises an Exception for files that are damaged."""
-        import tokenizers  # only now: random prompts need none
-
         self.folder = folder
-        names = ("tokenizer_config", "special_tokens_map", "config", "generation_config", "added_tokens")
-        settings, mapped, config, generation, added = (read_json(folder / f"{name}.json") for name in names)
-        settings |= {} if "added_tokens_decoder" in settings else mapped  # as in transformers
-        data, defaults = tokenizer_json(folder, settings)
-        settings = defaults | {key: value for key, value in settings.items() if value is not None}
+        settings = read_json(folder / "tokenizer_config.json")
+        self.settings = {key: value for key, value in settings.items() if value is not None}
+        self.chat_template = self.read_chat_template()
+        self.chat_variables = self.named_tokens()
 
-        # Special tokens: those that the settings name, and the added ones that are called so.
-        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or {}
-        more = more if isinstance(more, dict) else dict(enumerate(more))
-        more = more | {key: token for key, token in settings.items() if key.endswith("_token")}
-        texts = {key: {"content": token} for key, token in more.items() if isinstance(token, str)}
-        named = {key: FLAGS | t for key, t in (more | texts).items() if isinstance(t, dict)}
-        self.chat_variables = {key: t["content"] for key, t in named.items() if isinstance(key, str)}
-        named.pop("unk_token", None)  # a text may become that one
-        special = {token["content"]: token for token in named.values()}
-        tokens = {name: {"content": name, "id": i, "special": True} for name, i in added.items()}
-        tokens |= {token["content"]: token for token in data.get("added_tokens") or []}
-        decoder = settings.get("added_tokens_decoder") or {}
-        tokens |= {token["content"]: token | {"id": int(i)} for i, token in decoder.items()}
-        for name, token in tokens.items():
-            is_special = token.get("special") or name in {*special, *STOP_TOKENS}
-            tokens[name] = FLAGS | token | {"special": bool(is_special)}
-        special |= {name: token for name, token in tokens.items() if token["special"]}
-
-        def library(steps: dict) -> tokenizers.Tokenizer:
-            made = tokenizers.Tokenizer.from_str(json.dumps(data | steps))
-            made.encode_special_tokens = True  # as text
-            return made
-
-        data |= {"added_tokens": sorted(tokens.values(), key=lambda token: token["id"])}
-        data |= {"truncation": None, "padding": None}  # a prompt stays as it is
-        text = json.dumps({key: data.get(key) for key in ("normalizer", "pre_tokenizer")})
-        steps, self.space_once = json.loads(text), '"first"' in text
-        later = json.loads(text, object_hook=lambda part: part | NO_SPACE.get(part.get("type"), {}))
-        self.library = library(steps)
-        self.continuing = self.library if later == steps else library(later)
-        vocab, lead = self.library.get_vocab(), self.library.encode("a")
-        if any(vocab.get(name, token["id"]) != token["id"] for name, token in tokens.items()):
-            raise ValueError("the ids of added tokens do not follow those of the vocabulary")
-
-        special = {name: token for name, token in special.items() if name in vocab}
-        self.special_tokens = {name: vocab[name] for name in special}
-        self.strips_before = {vocab[name] for name, token in special.items() if token["lstrip"]}
-        self.strips_after = {vocab[name] for name, token in special.items() if token["rstrip"]}
-        unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
-        # The template of a tokenizer.json says what leads a text.
-        self.bos_id = lead.ids[0] if lead.special_tokens_mask[:1] == [1] else None
-        self.add_bos = bool(settings.get("add_bos_token", self.bos_id is not None))
+        self.bos_id = None
+        self.add_bos = False
+        self.strips_before: set[int] = set()  # control tokens that take the spaces before them
+        self.strips_after: set[int] = set()
+        self.special_tokens = self.load()
         if self.bos_id is None:
             self.bos_id = self.special_tokens.get(self.chat_variables.get("bos_token"))
-        ends = [self.chat_variables.get("eos_token"), *STOP_TOKENS]
-        self.stop_ids = {self.special_tokens[name] for name in ends if name in special}
-        for ids in (file.get("eos_token_id") for file in (config, generation)):
-            self.stop_ids |= {*ids} if isinstance(ids, list) else {ids} - {None}
-        self.vocab_size = max(vocab.values()) + 1
-        # Ids that no text may become, with the characters to encode instead.
-        letters = ((i, name * (i != unknown_id)) for name, i in self.special_tokens.items())
-        self.spelled = {i: name for i, name in letters if name or i in {self.bos_id, *self.stop_ids}}
-        self.rows = max(self.vocab_size, config.get("vocab_size", 0))
-        jinja, template = folder / "chat_template.jinja", settings.get("chat_template")
-        if isinstance(template, list):  # several, each for a use
-            template = {choice["name"]: choice["template"] for choice in template}.get("default")
-        self.chat_template = jinja.read_text(encoding="utf-8") if jinja.exists() else str(template or "")
+        self.add_bos = bool(self.settings.get("add_bos_token", self.add_bos)) and self.bos_id is not None
 
-    def __reduce__(self) -> tuple:  # the library cannot be pickled for another process, which loads it again
+        config = read_json(folder / "config.json")
+        self.rows = max(self.vocab_size, config.get("vocab_size", 0))
+        self.stop_ids = set()
+        for name in (self.chat_variables.get("eos_token"), *STOP_TOKENS):
+            if name in self.special_tokens:
+                self.stop_ids.add(self.special_tokens[name])
+        for file in (config, read_json(folder / "generation_config.json")):
+            eos = file.get("eos_token_id")
+            if eos is not None:
+                self.stop_ids.update(eos if isinstance(eos, list) else [eos])
+
+        self.control_ids = set(self.special_tokens.values())
+        if self.unknown_id not in {self.bos_id, *self.stop_ids}:
+            self.control_ids.discard(self.unknown_id)  # a text may become that one
+
+    def __reduce__(self) -> tuple:
+        """The libraries' objects cannot all be pickled: another process loads the files again."""
         return load_tokenizer, (self.folder,)
 
+    def load(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def text_ids(self, text: str, add_space: bool) -> list[int]:
+        """The library's ids of text. add_space: put a space first, if this model's texts get one."""
+        raise NotImplementedError
+
+    def decode_ids(self, ids: list[int]) -> str:
+        """Text of ids, control tokens by name, "" for the padding of the embedding."""
+        raise NotImplementedError
+
+    def read_chat_template(self) -> str:
+        """The text of chat_template.jinja or of tokenizer_config.json, "" if there is none."""
+        path = self.folder / "chat_template.jinja"
+        if path.exists():
+            try:
+                return path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}: not UTF-8 text; download it again") from error
+        template = self.settings.get("chat_template", "")
+        if isinstance(template, list):  # several, each for a use
+            template = {choice["name"]: choice["template"] for choice in template}.get("default", "")
+        return template
+
+    def note_spaces(self, token_id: int, flags: dict) -> None:
+        """Remembers what an added token's flags lstrip and rstrip say of the spaces beside it."""
+        if flags.get("lstrip"):
+            self.strips_before.add(token_id)
+        if flags.get("rstrip"):
+            self.strips_after.add(token_id)
+
+    def named_tokens(self) -> dict[str, str]:
+        """What tokenizer_config.json calls eos_token, image_token and so on."""
+        named = {key: token for key, token in self.settings.items() if key.endswith("_token")}
+        extra = self.settings.get("extra_special_tokens")
+        if isinstance(extra, dict):
+            named.update(extra)
+        names = {}
+        for key, token in named.items():
+            name = token["content"] if isinstance(token, dict) else token
+            if isinstance(name, str):  # add_bos_token is a bool
+                names[key] = name
+        return names
+
+    def control_names(self) -> set[str]:
+        """The names that tokenizer_config.json gives to control tokens."""
+        names = {name for key, name in self.chat_variables.items() if key != "unk_token"}
+        for key in ("extra_special_tokens", "additional_special_tokens"):
+            more = self.settings.get(key, [])
+            if isinstance(more, dict):
+                more = list(more.values())
+            for token in more:
+                names.add(token["content"] if isinstance(token, dict) else token)
+        return names
+
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Token ids of a user's text, none of a special token. bos: as in encode_segments."""
+        """Token ids of a user's text. bos: put BOS first, if this model's prompts start with it."""
         return self.encode_segments([(text, False)], bos)
 
-    def encode_segments(self, segments: list[tuple[str, bool]], bos: bool = True) -> list[int]:
-        """Token ids of pieces of text, each with whether it is the name of a special token.
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a user's text that goes on: without BOS and without a space before it."""
+        return self.encode_text(text, add_space=False)
 
-        bos: put BOS first if this model's prompts start with it and the text does not already."""
-        ids: list[int] = []
-        for (text, is_special), (name, ends) in zip(segments, [*segments[1:], ("", False)], strict=True):
+    def encode_segments(self, segments: list[tuple[str, bool]], bos: bool = True) -> list[int]:
+        """Token ids of pieces of text, each with whether it is the name of a control token.
+
+        bos: put BOS first, if this model's prompts start with it and the text does not already."""
+        ids = []
+        for i, (text, is_special) in enumerate(segments):
             if is_special:
                 ids.append(self.special_tokens[text])
-            else:
-                text = text.lstrip() if ids and ids[-1] in self.strips_after else text
-                text = text.rstrip() if ends and self.special_tokens[name] in self.strips_before else text
-                ids += self.encode_continuation(text, not (ids and self.space_once))
-        if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+                continue
+            if ids and ids[-1] in self.strips_after:
+                text = text.lstrip()
+            if i + 1 < len(segments):
+                next_text, next_is_special = segments[i + 1]
+                if next_is_special and self.special_tokens[next_text] in self.strips_before:
+                    text = text.rstrip()
+            ids += self.encode_text(text, add_space=not ids or self.space_after_special)
+        if bos and self.add_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
-    def encode_continuation(self, text: str, space: bool = False) -> list[int]:
-        """Token ids, none special, of text that goes on. space: does it get the space that some put first?"""
-        # half a surrogate pair (from a command line that is not UTF-8) becomes U+FFFD
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        library, ids = self.library if space else self.continuing, []
-        for i in library.encode(text, add_special_tokens=False).ids:
-            if i not in self.spelled:
-                ids.append(i)
-            elif len(name := self.spelled[i]) > 1:  # some vocabularies have special tokens as words
-                ids += [j for c in name for j in self.encode_continuation(c)]
+    def encode_text(self, text: str, add_space: bool) -> list[int]:
+        """Token ids of a user's text, none of which is a control token.
+
+        The libraries take the name of a control token for plain text. But a vocabulary may have the name
+        among its words as well; then the ids of the name's letters stand in its place."""
+        ids = []
+        for token_id in self.text_ids(text, add_space):
+            if token_id not in self.control_ids:
+                ids.append(token_id)
+            elif token_id != self.unknown_id:
+                (name,) = (name for name, i in self.special_tokens.items() if i == token_id)
+                for letter in name:
+                    ids += [i for i in self.text_ids(letter, False) if i not in self.control_ids]
         return ids
 
-    def decode_ids(self, ids: list[int]) -> str:
-        """Text of ids, special tokens by name, "" for the padding of the embedding."""
-        return self.library.decode(ids, skip_special_tokens=False)
-
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """Text of `ids`, special tokens left out; UserError for an id outside the vocabulary.
+        """Text of ids, control tokens left out; UserError for an id outside the vocabulary.
 
         after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
 
+class HfTokenizer(Tokenizer):
+    """A tokenizer.json, run by Hugging Face's `tokenizers`."""
+
+    def load(self) -> dict[str, int]:
+        import tokenizers
+
+        path = self.folder / "tokenizer.json"
+        data = read_json(path)
+        steps = {key: data.get(key) for key in ("normalizer", "pre_tokenizer")}
+        steps_without_space = json.loads(json.dumps(steps), object_hook=without_space)
+        self.space_after_special = '"first"' not in json.dumps(steps)  # a prepend_scheme
+
+        # 1. Two libraries: one for a text's start, and one for text that goes on.
+        def open_library(data: dict) -> tokenizers.Tokenizer:
+            try:
+                library = tokenizers.Tokenizer.from_str(json.dumps(data))
+            except Exception as error:  # the library has no class of its own for this
+                raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+            library.no_truncation()
+            library.no_padding()
+            library.encode_special_tokens = True  # a control token's name in a text is text
+            return library
+
+        self.library = open_library(data)
+        self.continuing = self.library
+        if steps_without_space != steps:
+            self.continuing = open_library(data | steps_without_space)
+
+        # 2. Ids of all tokens. The library numbers added tokens itself, whatever the file says.
+        vocab = self.library.get_vocab()
+        added = {token["content"]: token for token in data.get("added_tokens") or []}
+        for name, token in added.items():
+            if vocab[name] != token["id"]:
+                raise UserError(f"{path}: the added token {name} cannot have the id {token['id']}")
+        self.vocab_size = max(vocab.values()) + 1
+        self.unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
+
+        # 3. Control tokens: those of the file, and those that only the settings call so.
+        special = {name for name, token in added.items() if token["special"]}
+        more = {name for name in STOP_TOKENS if name in added}
+        more.update(self.control_names() & vocab.keys())
+        for library in (self.library, self.continuing):
+            library.add_special_tokens(sorted(more - special))
+        for name in special | more:
+            self.note_spaces(vocab[name], added.get(name, {}))
+
+        # 4. BOS, if the file puts a control token before a text.
+        encoding = self.library.encode("a")
+        if encoding.special_tokens_mask[:1] == [1]:
+            self.bos_id = encoding.ids[0]
+            self.add_bos = True
+        return {name: vocab[name] for name in sorted(special | more)}
+
+    def text_ids(self, text: str, add_space: bool) -> list[int]:
+        library = self.library if add_space else self.continuing
+        return library.encode(text, add_special_tokens=False).ids
+
+    def decode_ids(self, ids: list[int]) -> str:
+        return self.library.decode(ids, skip_special_tokens=False)
+
+
+def without_space(step: dict) -> dict:
+    """A step of a tokenizer.json, changed to put no space before a text."""
+    kind = step.get("type")
+    if kind == "Prepend":
+        return step | {"prepend": ""}
+    if kind == "Metaspace":
+        return step | {"prepend_scheme": "never", "add_prefix_space": False}
+    if kind == "ByteLevel":
+        return step | {"add_prefix_space": False}
+    return step
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A tokenizer.model without a tokenizer.json, run by sentencepiece (Llama 2, Mistral, nano).
+
+    Spaces are put where transformers puts them: to a LlamaTokenizer a text that starts with a space has
+    one already, and unless it is a `legacy` one it puts none after a control token."""
+
+    def load(self) -> dict[str, int]:
+        from sentencepiece import SentencePieceProcessor
+
+        path = self.folder / "tokenizer.model"
+        content = path.read_bytes()
+        if not content:  # sentencepiece would load this as a model without pieces
+            raise UserError(f"{path}: an empty file; download it again")
+        # In protobuf, fields that are appended override the earlier ones. These bytes are
+        # normalizer_spec { add_dummy_prefix: false }: no space before text that goes on.
+        no_space = b"\x1a\x02\x18\x00"
+        try:
+            self.processor = SentencePieceProcessor(model_proto=content)
+            self.continuing = SentencePieceProcessor(model_proto=content + no_space)
+        except RuntimeError as error:
+            raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+        sp = self.processor
+
+        # 1. Spaces.
+        legacy = self.settings.get("legacy")
+        self.first_space_is_enough = "Llama" in self.settings.get("tokenizer_class", "") or legacy is False
+        self.space_after_special = bool(legacy) or not self.first_space_is_enough
+        self.adds_space = sp.encode("a") != self.continuing.encode("a")
+        self.removes_spaces = sp.encode("a  a") == sp.encode("a a")  # all but one between words
+
+        # 2. The vocabulary: sentencepiece's, and what tokenizer_config.json adds.
+        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+        special = {name for name, i in vocab.items() if sp.is_control(i)}
+        special.update(STOP_TOKENS, self.control_names())
+        self.text_tokens = {}  # by name: found in a text as a whole
+        for token_id, token in self.settings.get("added_tokens_decoder", {}).items():
+            name = token["content"]
+            vocab[name] = int(token_id)
+            self.note_spaces(vocab[name], token)
+            if token.get("special"):
+                special.add(name)
+            elif vocab[name] >= sp.vocab_size() and name not in special:
+                self.text_tokens[name] = token
+        self.names = {i: name for name, i in vocab.items()}
+        self.vocab_size = max(self.names) + 1
+        self.unknown_id = sp.unk_id()
+
+        # Regular expressions take the first alternative that fits: the longest name has to be first.
+        names = sorted(self.text_tokens, key=len, reverse=True)
+        self.text_token = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.vocab = vocab
+
+        # 3. BOS and EOS, if tokenizer_config.json does not name them.
+        for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
+            if i >= 0:
+                self.chat_variables.setdefault(key, sp.id_to_piece(i))
+        self.add_bos = True
+        return {name: vocab[name] for name in sorted(special) if name in vocab}
+
+    def text_ids(self, text: str, add_space: bool) -> list[int]:
+        ids = []
+        end = 0
+        for match in self.text_token.finditer(text):
+            name = match[0]
+            token = self.text_tokens[name]
+            neighbours = text[max(match.start() - 1, 0) : match.start()] + text[match.end() : match.end() + 1]
+            if token.get("single_word") and re.search(r"\w", neighbours):
+                continue
+            before = text[end : match.start()]
+            if token.get("lstrip"):
+                before = before.rstrip()
+            ids += self.processor_ids(before, add_space)
+            ids.append(self.vocab[name])
+            end = match.end()
+            if token.get("rstrip"):
+                end = re.compile(r"\s*").match(text, end).end()
+            add_space = add_space and self.space_after_special
+        return ids + self.processor_ids(text[end:], add_space)
+
+    def processor_ids(self, text: str, add_space: bool) -> list[int]:
+        """Ids of text without added tokens."""
+        if text.startswith(" ") and self.removes_spaces:
+            add_space = True  # in the place of the text's own, which is removed
+        elif text.startswith((" ", "▁")) and self.first_space_is_enough:
+            add_space = False
+        processor = self.processor if add_space else self.continuing
+        return processor.encode(text)
+
+    def decode_ids(self, ids: list[int]) -> str:
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.adds_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's part of a text, which may be a part of a character."""
+        name = self.names.get(token_id, "")
+        if token_id < self.processor.vocab_size() and self.processor.is_byte(token_id):
+            return bytes([int(name[3:5], 16)])  # <0x0A>
+        return name.replace("▁", " ").encode()
+
+
+class TiktokenTokenizer(Tokenizer):
+    """Llama 3's tokenizer.model, lines of "base64 rank", run by tiktoken."""
+
+    def load(self) -> dict[str, int]:
+        import tiktoken
+
+        path = self.folder / "tokenizer.model"
+        # Not by tiktoken.load, which keeps a copy of each file and finds it by the path alone.
+        ranks = {}
+        try:
+            for line in path.read_bytes().splitlines():
+                word, rank = line.split()
+                ranks[base64.b64decode(word, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+        has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+        if list(ranks.values()) != list(range(len(ranks))) or not has_all_bytes:
+            raise UserError(f"{path}: not a valid tokenizer; download it again (ranks or bytes are missing)")
+
+        names = [f"<|{name}|>" for name in LLAMA3_SPECIAL]
+        special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.library = tiktoken.Encoding(
+            "llama3", pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=special
+        )
+        self.vocab_size = len(ranks) + len(special)
+        self.chat_variables.setdefault("bos_token", "<|begin_of_text|>")
+        self.add_bos = True
+        return special
+
+    def text_ids(self, text: str, add_space: bool) -> list[int]:
+        return self.library.encode_ordinary(text)  # a control token's name in a text is text
+
+    def decode_ids(self, ids: list[int]) -> str:
+        known = [i for i in ids if i < self.vocab_size]
+        return self.library.decode(known, errors="replace")
+
+
 class StreamDecoder:
-    """Decodes token by token and never cuts a character; the pieces join to what `Tokenizer.decode` gives."""
+    """Decodes token by token; its pieces join to what `Tokenizer.decode` gives, and cut no character."""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
-        self.decode, self.rows, self.new = tokenizer.decode_ids, tokenizer.rows, []
-        self.special = {*tokenizer.special_tokens.values()}
-        # Some tokenizers drop a text's first space: before it goes some token that has a text
-        shown = ([i] for i in reversed(after) if i not in self.special)
-        self.old = next((ids for ids in shown if self.decode(ids).strip("\ufffd")), [])
+        self.tokenizer = tokenizer
+        self.special_ids = set(tokenizer.special_tokens.values())
+        self.new: list[int] = []  # tokens whose text may not be complete
+        # The last token with a text before them: at its start a text may lose a space.
+        self.old: list[int] = []
+        for token_id in reversed(after):
+            if token_id not in self.special_ids and tokenizer.decode_ids([token_id]).strip("\ufffd"):
+                self.old = [token_id]
+                break
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: "" in the middle of a character."""
-        if not 0 <= token_id < self.rows:
-            raise UserError(f"token id {token_id} is outside the vocabulary of {self.rows} ids")
-        self.new += [token_id] * (token_id not in self.special)
+        rows = self.tokenizer.rows
+        if not 0 <= token_id < rows:
+            raise UserError(f"token id {token_id} is outside the vocabulary of {rows} ids")
+        if token_id not in self.special_ids:
+            self.new.append(token_id)
         text = self.flush()
         if not text or text.endswith("\ufffd"):  # perhaps the first bytes of a character
             return ""
-        self.old, self.new = self.new, []
+        self.old = self.new
+        self.new = []
         return text
 
     def flush(self) -> str:
         """The end of the text: U+FFFD where it stops in the middle of a character, else ""."""
-        return self.decode(self.old + self.new)[len(self.decode(self.old)) :]
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads a checkpoint folder's tokenizer. UserError for files that are missing or damaged."""
-    with checked(folder, "not a valid tokenizer"):
-        return Tokenizer(folder)
-
-
-def tokenizer_json(folder: Path, settings: dict) -> tuple[dict, dict]:
-    """A folder's tokenizer.json, or what its vocab.json + merges.txt or its tokenizer.model are as one; and
-    what its tokenizer_config.json, which `settings` are, may leave out."""
-    path, merges, model = (folder / name for name in ("tokenizer.json", "merges.txt", "tokenizer.model"))
-    if path.exists():
-        return read_json(path), {}
-    if merges.exists() and (vocab := read_json(folder / "vocab.json")):  # of GPT-2 and Qwen2
-        lines = merges.read_text(encoding="utf-8").split("\n")
-        pairs = list(filter(None, lines[lines[0].startswith("#version") :]))  # others with # are merges
-        is_gpt2 = "GPT2" in str(settings.get("tokenizer_class"))
-        return byte_level_json(vocab, pairs, [GPT2_SPLIT if is_gpt2 else QWEN2_SPLIT], nfc=not is_gpt2), {}
-    if not model.exists():
-        raise UserError(f"{folder}: no tokenizer.model, no tokenizer.json, no vocab.json with merges.txt")
-    content = model.read_bytes()
-    is_tiktoken = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", content)
-    with checked(model, "not a valid tokenizer"):
-        return tiktoken_json(content) if is_tiktoken else sentencepiece_json(content, settings)
-
-
-def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
-    """A byte-level BPE as a tokenizer.json has it; patterns: what cuts the text, one after another."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    cut = {"type": "Split", "behavior": "Isolated", "invert": False}
-    steps = [cut | {"pattern": {"Regex": pattern}} for pattern in patterns] + [level]
-    return {
-        "normalizer": {"type": "NFC"} if nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }
-
-
-def merges_of(words: list[str]) -> list[tuple[str, str]]:
-    """The pairs of words that make a word, by the order of what they make."""
-    known = {*words}
-    cuts = ((word[:i], word[i:]) for word in words for i in range(1, len(word)))
-    return [pair for pair in cuts if known.issuperset(pair)]
-
-
-def tiktoken_json(content: bytes) -> tuple[dict, dict]:
-    """Llama 3's tokenizer.model, lines of "base64 rank", as a tokenizer.json and a tokenizer_config.json."""
-    lines = [line.split() for line in content.splitlines()]
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = dict(zip(printable + others, map(chr, [*printable, *range(256, 324)]), strict=True))
-    vocab = {"".join(map(letters.get, base64.b64decode(word, validate=True))): int(i) for word, i in lines}
-    if list(vocab.values()) != list(range(len(lines))) or not vocab.keys() >= {*letters.values()}:
-        raise ValueError("its ranks are not 0, 1, 2, ..., or it lacks some of the 256 bytes")
-    made = byte_level_json(vocab, merges_of([*vocab]), [LLAMA3_SPLIT], nfc=False)
-    made["model"]["ignore_merges"] = True
-    names = [f"<|{name}|>" for name in LLAMA3_SPECIAL]
-    tokens = [{"id": len(vocab) + i, "content": name, "special": True} for i, name in enumerate(names)]
-    return made | {"added_tokens": tokens}, {"bos_token": names[0], "add_bos_token": True}
-
-
-def sentencepiece_json(content: bytes, settings: dict) -> tuple[dict, dict]:
-    """A sentencepiece BPE with byte fallback, as a tokenizer.json and a tokenizer_config.json have it."""
-    import tokenizers
-    from sentencepiece import SentencePieceProcessor
-
-    if not content:  # sentencepiece would load this as a model without pieces
-        raise ValueError("empty file")
-    sp = SentencePieceProcessor(model_proto=content)
-    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-    not_text = (sp.is_control, sp.is_unknown, sp.is_byte, sp.is_unused)
-    words = [name for name, i in vocab.items() if not any(is_kind(i) for is_kind in not_text)]
-    merges = merges_of(sorted(words, key=lambda name: -sp.get_score(vocab[name])))
-    made = {a + b for a, b in merges}
-    defined = {name for name in words if len(name) > 1 and name not in made}  # by users: found as a whole
-    added = [(name, name not in defined) for name, i in vocab.items() if name in defined or sp.is_control(i)]
-
-    spaced = sp.encode("a", out_type=str)[0].startswith("▁")
-    escape = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    steps = [escape]
-    if sp.encode("a  a") == sp.encode("a a"):  # it keeps one of several spaces
-        steps = [escape | {"pattern": {"Regex": r"(?<= ) +| +\z"}, "content": ""}, escape]
-    back = [escape | {"pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * spaced
-    data = {
-        "added_tokens": [FLAGS | {"id": vocab[n], "content": n, "special": special} for n, special in added],
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "decoder": {"type": "Sequence", "decoders": back},
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True, "fuse_unk": True}
-        | {"unk_token": sp.id_to_piece(sp.unk_id())},
-    }
-    legacy, is_llama = settings.get("legacy"), "Llama" in str(settings.get("tokenizer_class"))
-    if spaced and (is_llama or legacy is False):  # transformers puts a space elsewhere
-        data["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "split": False}
-        data["pre_tokenizer"]["prepend_scheme"] = "always" if legacy else "first"
-    elif spaced:
-        steps.insert(0, {"type": "Prepend", "prepend": " "})
-    text = "a" + "".join(name for name in words if name not in defined).replace("▁", " ") + "½ﬁ"
-    if sp.encode(text) != tokenizers.Tokenizer.from_str(json.dumps(data)).encode(text).ids:
-        raise UserError("tokenizer.model is no BPE with byte fallback; save the tokenizer as tokenizer.json")
-    ends = {"bos_token": sp.bos_id(), "eos_token": sp.eos_id()}
-    defaults = {key: sp.id_to_piece(i) for key, i in ends.items() if i >= 0}
-    return data, defaults | {"add_bos_token": True}
+        old_text = self.tokenizer.decode_ids(self.old)
+        text = self.tokenizer.decode_ids(self.old + self.new)
+        return text[len(old_text) :]

@@ -22,17 +22,19 @@ from safetensors import SafetensorError, safe_open
 import model as model_file
 from calibrate import replacing, writable_folder
 from generate import DTYPES, Parser, Progress
-from model import Llama, ModelConfig, UserError, load_tokenizer
+from model import LLAMA3_SPLIT, STOP_TOKENS, Llama, ModelConfig, UserError, load_tokenizer
 
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 LEAD, UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN_SPLIT = f"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*"  # Mistral Nemo's: aWord is cut in two
 TEKKEN_SPLIT += r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # before merges; also get BOS
 GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
-    "gpt-2": [model_file.GPT2_SPLIT],
-    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", model_file.GPT2_SPLIT]),
-    **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [model_file.LLAMA3_SPLIT]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [model_file.QWEN2_SPLIT]),
+    "gpt-2": [GPT2_SPLIT],
+    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
+    **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
     "tekken": [TEKKEN_SPLIT],
 }
 GGUF_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -207,6 +209,25 @@ def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: boo
     return bytes(proto)
 
 
+def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -> dict:
+    """The content of a tokenizer.json of a byte-level BPE.
+
+    patterns: regular expressions that cut the text, one after another. nfc: is text normalised?"""
+    steps = []
+    for pattern in patterns:
+        steps.append(
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        )
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    steps.append(level)
+    return {
+        "normalizer": {"type": "NFC"} if nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
     """File name -> contents; of config.json only the tokenizer's part. UserError for a kind not supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
@@ -222,7 +243,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
             added[i] = {"content": token, "special": type_ == 3, "rstrip": strips, **flags}
     ids = {key.removesuffix("_token_id"): i for key, i in ggml.items() if key.endswith("_token_id")}
     ids = {key: i for key, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
-    ends = {i for i, token in added.items() if token["content"] in model_file.STOP_TOKENS}
+    ends = {i for i, token in added.items() if token["content"] in STOP_TOKENS}
     ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
     for i in ends & added.keys():
         added[i]["special"], types[i] = True, 3  # some files call them words
@@ -243,7 +264,7 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         spaced = ggml.get("add_space_prefix", True)
         return files | {"tokenizer.model": sentencepiece_model(pieces, spaced)}
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != 5}
-    made = model_file.byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [model_file.QWEN2_SPLIT])
+    made = byte_level_json(vocab, ggml["merges"], splits, nfc=splits == [QWEN2_SPLIT])
     made["model"]["ignore_merges"] = pre in GGUF_WHOLE_WORDS
     made["added_tokens"] = [{"id": i, **token} for i, token in added.items()]
     if settings["add_bos_token"] and (bos := settings.get("bos_token")):
