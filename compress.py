@@ -416,7 +416,7 @@ class Cache(nn.Module):
     keys, values: what is stored of every token; window: exact K and V of some, which count instead.
     write_chunk(row, span, q, k, v, before, *projected): stores tokens; q and k after RoPE, before: k."""
 
-    watch: Callable[..., None] | None = None  # evaluation's listener (calibrate.Watched)
+    watch: Callable[..., None] | None = None  # what evaluation listens with (extras.evaluate.Watched)
 
     def __init__(self, context: Context):
         super().__init__()

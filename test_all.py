@@ -7,7 +7,6 @@ of the reference.
 
 import ast
 import base64
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,13 +17,11 @@ import json
 import locale
 import math
 import os
-import pickle
 import random
 import re
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -43,7 +40,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if not torch.cuda.is_available():  # kernels run on the CPU; it must be set before triton loads
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,11 +49,20 @@ import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import Stage, eval_sample, fit_sals, save_artifact, save_checkpoint, train
+from calibrate import fit_sals, save_artifact
 from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
 from generate import Engine, Sampling, decode_rows
 from kernels import attend_plain
-from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
+from model import (
+    SHAPES,
+    Llama,
+    ModelConfig,
+    UserError,
+    apply_rope,
+    load_model,
+    load_tokenizer,
+    rope_tables,
+)
 
 torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
 ROOT = Path(__file__).parent
@@ -116,6 +121,15 @@ def tiny_model(seed: int = 0, **changes) -> Llama:
         p.copy_(noise + (1.0 if p.ndim == 1 and "norm" in name else 0.0))
     model.fingerprint = f"tiny-{seed}"
     return model
+
+
+def save_checkpoint(model: Llama, folder: Path) -> None:
+    """config.json and model.safetensors (bf16), as in a Hugging Face download."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
+    save_artifact(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
@@ -1173,9 +1187,6 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
             got = elite(x, elite.causal(cos[:40], sin[:40]))
             assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-4
             assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
-            if not qkv_bias:
-                back = calibrate.dense_attention(elite).wqkv.weight
-                assert error(back, attention.wqkv.weight) < 1e-5
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
@@ -1256,12 +1267,12 @@ def test_elitekv_numbers_of_parameters():
     make_engine(model, "elitekv", 3, 50, r=3, d_ckv=20)
     after = sum(p.numel() for p in model.layers[0].attention.parameters())
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
-    llama, llama3 = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"]
+    llama, llama3, nano = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"], ModelConfig.from_folder(NANO)
     for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
         found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
-    assert (8, 64) in calibrate.elite_allocations(calibrate.NANO, 0.25)
-    for c, share in itertools.product((llama, llama3, calibrate.NANO), (0.25, 0.5, 0.9)):
+    assert (8, 64) in calibrate.elite_allocations(nano, 0.25)
+    for c, share in itertools.product((llama, llama3, nano), (0.25, 0.5, 0.9)):
         for r, d in calibrate.elite_allocations(c, share):
             rotated = 2 * r * c.n_kv_heads
             assert rotated * c.dim + d * (c.dim + 2 * c.kv_dim - rotated) <= 2 * c.dim * c.kv_dim
@@ -1277,52 +1288,13 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     chosen = int(tensors["r"]), int(tensors["d_ckv"])
     assert min(trials, key=trials.get) == "perplexity_{}_{}".format(*chosen) and len(trials) >= 3
     start = tensors | calibrate.input_roots(model, tokens.flatten())
-    dense = calibrate.training_loss(model, tokens, torch.ones(4, 39)).exp()
+    logits = model.output(model(tokens[:, :-1]))
+    dense = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp()
     for size, artifact, perplexity in ((chosen, start, min(trials.values())), ((8, 48), tensors, dense)):
         method_named("elitekv").fold_all(model, compress.EliteSettings(*size), artifact)
         assert abs(calibrate.full_passes(model, tokens)[1] / perplexity - 1) < 1e-3
         for layer, attention in zip(model.layers, before, strict=True):
             layer.attention = attention
-
-
-def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
-    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
-    source, out, log = tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
-    tokens, seen = torch.randint(3, 4096, (1, 50)), []
-
-    def train_and_see(model: Llama, *given) -> bool:
-        done = train(model, *given)
-        seen.append(model.output(model(tokens)).detach())
-        return done
-
-    monkeypatch.setattr(calibrate, "train", train_and_see)
-    method = "elitekv:r=3,d_ckv=24"
-    uptrain = f"train --from {source} --method {method} --out {out} --text {ROOT / 'model.py'} "
-    uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
-    code, text, err = cli(uptrain)
-    assert code == 0 and "finished" in text, err
-    names, *lines = (line.split(",") for line in log.read_text().splitlines())
-    assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 128, 40 * 128]
-    assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
-    model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
-    assert model.config.elitekv
-    method_named("elitekv").fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
-    settings = compress.EliteSettings(3, 24)
-    method_named("elitekv").fold_all(start, settings, load_artifact(source, "elitekv", start))
-    assert error(model.output(model(tokens)), seen[0]) < 5e-2  # bf16 weights
-    before, after = (m.layers[2].attention for m in (start, model))
-    for name in ("wqkv", "up", "wo"):  # all of them were trained
-        assert error(getattr(after, name).weight, getattr(before, name).weight) > 1e-3
-    assert torch.equal(after.pairs, before.pairs)
-
-    report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
-    capacity = report["prompt_tokens"][0] + 4
-    assert report["cache_bytes_measured"] == capacity * 4 * 4 * (4 * 2 * 3 + 24)
-    assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
-    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
-    table = f"eval --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
-    rows = cli.json(f"{table} --continuation 4")["rows"]
-    assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
 # --------------------------------------------------------------------------------- codes, settings, refusals
@@ -1618,8 +1590,9 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
     prompts, rest = tokens[:, :1].tolist(), tokens[:, 1:]
-    (losses, *_), _ = calibrate.eval_perplexity(engine, prompts, rest, None, generate.Progress("test", 1000))
-    assert math.exp(losses.mean()) == pytest.approx(searched, 1e-4)
+    logits = logits_through(engine, prompts, rest.tolist())[:-1]  # [n, B, V]
+    loss = F.cross_entropy(logits.flatten(0, 1), rest.T.flatten())
+    assert math.exp(loss) == pytest.approx(searched, 1e-4)
     assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
     lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
@@ -1691,9 +1664,9 @@ NANO_CASES = [
 
 @needs_cuda
 @over("method, options", lambda tests: tests.NANO_CASES)
-def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options, nano_haystack):
+def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options):
     """The compiled graph neither compiles again nor waits for the host once it is captured."""
-    prompts = [eval_sample(nano_haystack, "multikey", seed, n)[0] for seed, n in ((0, 700), (1, 1500))]
+    prompts = [nano_question(2000, "silent harbor"), nano_question(4000, "amber lantern")]
     tokens = []
     for kernel, graphed in itertools.product((False, True), repeat=2):
         how = {"kernel": kernel, "compiled": graphed, "graphed": graphed}
@@ -3232,189 +3205,37 @@ def test_stories260k_gives_its_golden_text(method, options, device):
     assert prompt + decode_rows(engine, len(ids) - len(prompt), lambda ids: False).token_ids[0] == ids
 
 
-@pytest.fixture(scope="module")
-def nano_haystack():
+# Facts in the words that nano was trained on. Keys share words.
+NANO_FACTS = {"silent harbor": 52871, "golden harbor": 30964, "silent bridge": 77402, "amber lantern": 18635}
+
+
+def nano_question(characters: int, key: str) -> list[int]:
+    """Token ids of a source text of the standard library with NANO_FACTS spread over it, and a question."""
     tokenizer = load_tokenizer(NANO)
-    return calibrate.Haystack(tokenizer, [np.array(tokenizer.encode((ROOT / "calibrate.py").read_text()))])
+    lines = Path(textwrap.__file__).read_text()[:characters].splitlines()
+    for i, (name, number) in enumerate(NANO_FACTS.items()):
+        place = (2 * i + 1) * len(lines) // 8
+        lines.insert(place, f"\nThe magic number for {name} is {number}.\n")
+    question = f"\nQuestion: What is the magic number for {key}?\nAnswer: The magic number for {key} is"
+    return tokenizer.encode("\n".join(lines)) + tokenizer.encode_continuation(question)
 
 
-@pytest.mark.parametrize("method, how", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})])
-def test_nano_retrieves_through_the_cache(method, how, nano_haystack):
-    engine = fitted_engine(NANO, method, 4, 1600, **how)
-    for kind in ("single", "multikey")[: 1 + (method == "dense")]:
-        how, bar = SimpleNamespace(samples=4, facts=16), generate.Progress("test", 4)
-        assert calibrate.retrieval_scores(engine, nano_haystack, how, kind, 1500, bar).sum() >= 3
+@pytest.mark.parametrize(
+    "method, options", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})]
+)
+def test_nano_retrieves_through_the_cache(method, options):
+    """About 1500 tokens, of which SALS attends a third. Each row is asked for a fact of its own."""
+    asked = ["silent harbor", "silent bridge"]
+    prompts = [nano_question(4000, key) for key in asked]
+    engine = fitted_engine(NANO, method, len(prompts), 1600, **options)
+    engine.prefill(prompts)
+    answers = decode_rows(engine, 8, lambda ids: False).token_ids
+    tokenizer = load_tokenizer(NANO)
+    for key, token_ids in zip(asked, answers, strict=True):
+        assert tokenizer.decode(token_ids).startswith(f"{NANO_FACTS[key]}.")
 
 
-# ------------------------------------------------------------------------------- tasks, calibration, training
-
-
-@pytest.mark.parametrize("kind", calibrate.TASKS)
-def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
-    tokenizer = nano_haystack.tokenizer
-    for seed in range(3):
-        ids, task = eval_sample(nano_haystack, kind, seed, 900)
-        assert len(ids) == 900 and ids[0] == tokenizer.bos_id
-        text = tokenizer.decode(ids)
-        assert all(fact in text for fact in task.facts)
-        assert text.endswith(task.question)
-        assert [task.score(x) for x in (task.answer, task.answer.upper(), "nothing")] == [1.0, 1.0, 0.0]
-        assert (ids, task) == eval_sample(nano_haystack, kind, seed, 900)
-        places = [text.index(fact) for fact in dict.fromkeys(task.facts)]
-        assert kind == "frequent" or places == sorted(places)  # facts lie in the order that the task gives
-        if kind == "frequent":
-            counts = collections.Counter(fact.split()[-1][:-1] for fact in task.facts)
-            words = [word for word, _ in counts.most_common(4)]
-            assert words[:3] == task.references and counts[words[2]] > counts[words[3]]
-    if kind in ("single", "reworded"):
-        for depth in (0.0, 0.5, 0.99):
-            ids, task = eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
-            text = tokenizer.decode(ids)
-            assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
-
-
-def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
-    form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-    places = set()
-    for seed, n in itertools.product(range(20), (300, 1000)):
-        ids, task = eval_sample(nano_haystack, "uuid", seed, n)
-        text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
-        (_, *lines), (value,) = text.split("\n"), task.references  # the first may be cut off
-        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines)
-        pairs = dict(line.split(": ") for line in lines)
-        assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
-        asked = re.search(form, question)[0]
-        assert pairs.pop(asked) == value
-        assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
-        places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
-    assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-    # It is neither trained on nor evaluated unless it is named, and so are facts in other words.
-    assert set(calibrate.TASKS) - set(calibrate.KINDS) == {"uuid", "reworded", "reworded_multikey"}
-    assert calibrate.parse_args(["eval"]).tasks == calibrate.KINDS
-    told = [eval_sample(nano_haystack, kind, 0, 900)[1] for kind in ("reworded", "reworded_multikey")]
-    assert [len(task.facts) for task in told] == [1, 16] and not any("magic" in str(task) for task in told)
-
-
-def test_training_documents_have_length_weights_and_bos(nano_haystack):
-    tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
-    for _ in range(40):
-        ids, weights = calibrate.training_document(nano_haystack, rng, 513)
-        assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
-        answers = tokenizer.decode(ids[weights == calibrate.ANSWER_WEIGHT].tolist())
-        assert "Question" not in answers and "Answer" not in answers
-        asked += bool(answers)
-    assert 10 <= asked <= 30  # about half of the documents ask something
-    for n, seed in itertools.product((*range(2, 45), 400), range(30)):
-        made = calibrate.training_document(nano_haystack, random.Random(seed), n)
-        assert [len(each) for each in made] == [n, n]
-
-
-def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
-    stages = [Stage(4, 64, 12), Stage(2, 128, 6)]
-
-    def trained(*minutes: float) -> tuple[Llama, dict]:
-        state = tmp_path / f"{len(minutes)}.state"
-        for seed, limit in enumerate(minutes):
-            model = Llama(tiny_config(vocab_size=4096, tied=True))
-            calibrate.initialise(model, seed)  # a later run takes the state's weights
-            done = train(model, nano_haystack, stages, 5e-3, 0, 0, state, limit)
-            assert done == (limit > 0)
-        return model, torch.load(state)
-
-    (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
-    with torch.no_grad():
-        batch = calibrate.training_batch(nano_haystack, [Stage(4, 64, 1)], 0, 0)
-        assert calibrate.training_loss(model, *batch).item() < math.log(4096) - 0.1
-    assert whole["step"] == resumed["step"] == 18
-    torch.testing.assert_close(resumed, whole, atol=1e-6, rtol=1e-5)
-
-
-def test_the_loss_in_chunks_is_that_of_whole_logits(monkeypatch):
-    """And so are its gradients, with and without a teacher."""
-    model, teacher = (tiny_model(seed).requires_grad_(True) for seed in (0, 1))
-    tokens, weights = tiny_tokens(2, 18), torch.rand(2, 17)
-    for chunk, share in itertools.product((5, 99), (0.7, 0.0)):
-        monkeypatch.setattr(calibrate, "HEAD_CHUNK", chunk)
-        loss = calibrate.training_loss(model, tokens, weights, teacher if share else None, share)
-        log_p, log_q = (each.output(each(tokens[:, :-1])).log_softmax(-1) for each in (model, teacher))
-        truth = -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
-        truth = (1 - share) * (weights * truth).sum() / weights.sum()
-        truth = truth + share * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
-        got, wanted = (torch.autograd.grad(each, [*model.parameters()]) for each in (loss, truth))
-        assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-4
-
-
-def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
-    """The KL falls, and the teacher stays as it was."""
-    teacher, model = (tiny_model(vocab_size=4096) for _ in range(2))
-    artifact = artifact_of("elitekv", model)
-    method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
-    before = [p.clone() for p in teacher.parameters()]
-    tokens, weights = calibrate.training_batch(nano_haystack, [Stage(4, 128, 1)], 1, 0)
-    distance = functools.partial(calibrate.training_loss, model, tokens, weights, teacher, 1.0)
-    kl, early = distance(), distance(layers=True)
-    heads = (calibrate.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
-    errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
-    assert abs((early - kl) / np.mean(errors) - 1) < 1e-3
-    given = (nano_haystack, [Stage(4, 64, 30)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
-    assert train(model.requires_grad_(True), *given) and distance() < 0.7 * kl
-    assert all(map(torch.equal, before, teacher.parameters()))
-
-
-def test_the_learning_rate_warms_up_and_decays(nano_haystack):
-    model, seen = Llama(tiny_config(vocab_size=4096)), []
-    with register_optimizer_step_pre_hook(lambda by, *_: seen.append((by.param_groups[0]["lr"], by))):
-        assert train(model, nano_haystack, [Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
-    rates, (optimizer, *_) = zip(*seen, strict=True)
-    decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decays == {True: 0.1, False: 0.0}
-    assert rates[:2] == pytest.approx((1 / 2, 0.1 + 0.45 * (1 + math.cos(math.pi / 20))))  # warm-up: a tenth
-    assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
-
-
-@pytest.mark.parametrize("numbers", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
-def test_a_second_signal_ends_all(numbers):
-    with pytest.raises(KeyboardInterrupt), calibrate.deferred_interrupts() as stops:
-        signal.raise_signal(numbers[0])
-        assert stops == [numbers[0]]
-        signal.raise_signal(numbers[1])
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_keeps_its_state_and_diverging_training_none(nano_haystack, tmp_path, number):
-    model, path, steps = Llama(tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
-
-    def run(steps: int = 9) -> bool:
-        return train(model, nano_haystack, [Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf)
-
-    def interrupt(*_):
-        if next(steps) == 3:
-            signal.raise_signal(number)
-
-    before = signal.getsignal(number)
-    with register_optimizer_step_pre_hook(interrupt):
-        assert not run()
-    assert signal.getsignal(number) == before
-    assert run(3)  # more than asked is done
-    optimizer = calibrate.make_optimizer(model, 1e-3)
-    assert calibrate.load_state(path, model, optimizer) == 4  # the step is done first
-    (tmp_path / "other").write_text("no state")
-    with pytest.raises(UserError, match="not what training this model has left"):
-        calibrate.load_state(tmp_path / "other", model, optimizer)
-    with pytest.raises(UserError, match="lower --lr"):  # one that diverges leaves none
-        train(model, nano_haystack, [Stage(1, 32, 8)], 1e30, 0, 0, tmp_path / "new", math.inf)
-    assert not (tmp_path / "new").exists()
-
-
-def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_haystack, monkeypatch):
-    """Its memory need not be a copy of this one's, as after a fork."""
-    here = functools.partial(calibrate.training_batch, nano_haystack, [Stage(2, 512, 1)], 0)
-    there = pickle.loads(pickle.dumps(here))
-    assert there.args[0].tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here(0), there(0)))
-    document = np.arange(513, dtype=np.int32), np.arange(513, dtype=np.float32)
-    monkeypatch.setattr(calibrate, "training_document", lambda *_: document)
-    tokens, weights = here(0)
-    assert tokens.shape == (2, 513) and torch.equal(tokens[:, 1:].float(), weights)
+# ------------------------------------------------------------------------------------------ texts and fits
 
 
 def test_explained_is_the_mean_of_the_heads_ranks():
@@ -3441,122 +3262,11 @@ def test_texts_come_once_and_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
-def test_texts_are_drawn_by_their_shares(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run:2").mkdir()
-    for path in ("a", r"C:\books", "C:/books", "run:2"):
-        assert calibrate.text_share(path) == (Path(path), 1.0)
-        assert calibrate.text_share(f"{path}:0.5") == (Path(path), 0.5)
-    hay = calibrate.Haystack(load_tokenizer(NANO), [np.zeros(50), np.ones(50)], [0.9, 0.1])
-    drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
-    assert 0.05 < drawn < 0.15
-
-
-# ------------------------------------------------------------------------------------------------- evaluation
-
-
-WATCHED = [
-    ("sals", SPARSE | {"skip": ""}),
-    ("loki", {"k": 0.3, "d": 0.25}),
-]
-
-
-@pytest.mark.parametrize("group", [1, 4, 8])
-@over("method, options", lambda tests: tests.WATCHED)
-def test_watched_figures_equal_a_plain_count(method, options, group):
-    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the ledger."""
-    seen, prompts = [], [random_ids(47), random_ids(23, 1)]
-    engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
-    engines[1].caches = [calibrate.Watched(cache) for cache in engines[1].caches]
-    for cache in engines[1].caches:  # which tokens each layer says
-        cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
-    assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
-    for cache, _, index, live, recent in seen:
-        shape, figures = (2, *index.shape[1:]), []
-        # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
-        index, live = (said.expand(shape).reshape(2, -1, shape[-1]) for said in (index, live))
-        for row, n in ((0, 48), (1, 24)):
-            q, k = cache.query[row].double(), cache.keys[row, :, :n].repeat_interleave(group, 0).double()
-            weights = torch.einsum("hd,hsd->hs", q, k).div(4).softmax(-1)
-            for places, real, heads in zip(index[row], live[row], weights.chunk(index.shape[1]), strict=True):
-                chosen = set(places[real].tolist()) | set(range(max(0, n - recent), n))
-                best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
-                mass = heads[:, list(chosen)].sum().item() / len(heads)
-                hits = len(best & chosen)
-                figures.append((len(chosen) / n, hits / len(best), mass))
-        truth = dict(zip(calibrate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
-        assert cache.result() == pytest.approx(truth, abs=1e-5)
-        assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
-
-
-def test_perplexity_and_kl_through_the_cache():
-    model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
-
-    def perplexity(method: str, dense=None, **options):
-        engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
-        return calibrate.eval_perplexity(engine, tokens[:, :40].tolist(), tokens[:, 40:], dense, bar)
-
-    (loss, *others), dense = perplexity("dense")
-    assert others[0].eq(0).all() and others[1].eq(1).all()
-    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
-    full = -log_p.gather(-1, tokens[:, 40:, None])[..., 0].mT
-    assert loss.numpy() == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each token and row
-    (_, kl, same), _ = perplexity("dense", dense)
-    assert kl.abs().max() < 1e-5 and same.all()  # to itself
-    (_, kl, same), _ = perplexity("topk", dense, keep=5)
-    _, other = perplexity("topk", keep=5)
-    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1)
-    assert kl.numpy() == pytest.approx(truth.numpy(), rel=0.01, abs=1e-3)
-    assert torch.equal(same > 0, other.argmax(-1) == dense.argmax(-1)) and 0 < same.mean() < 1
-    error = calibrate.standard_error(kl.mean(0))
-    assert error == pytest.approx(np.abs(np.diff(truth.mean(0))).item() / 2, rel=0.05)
-
-
-def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
-    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16. With a chat
-    template half of the prompts are chats about the others."""
-    seen = mock.Mock(side_effect=calibrate.eval_perplexity)
-    monkeypatch.setattr(calibrate, "eval_perplexity", seen)
-    kivi = "kivi:bits=2,residual=32"
-    line = f"eval --method {kivi} --samples 0 --perplexity_rows 2 --prefix 16 --generate 32"
-    dense, kivi = cli.json(line)["rows"]
-    ends = range(4, 33, 4)
-    assert all(dense[f"kl@{n}"] == 0 and dense[f"argmax@{n}"] == 1 for n in ends)
-    kl, same = ([kivi[f"{name}@{n}"] for n in ends] for name in ("kl", "argmax"))
-    assert max(map(abs, kl[:4])) < 1e-5 < 1e-3 < min(kl[4:]) and same[:4] == [1] * 4 and min(same) < 1
-    assert np.mean(kl) == pytest.approx(kivi["kl written"], rel=1e-6)
-    (_, prompts, tokens, *_), again = (call.args for call in seen.call_args_list)
-    assert prompts == again[1] and torch.equal(tokens, again[2])
-    made = generate.LLM(device="cpu", temperature=0.7).generate(prompts, 32, ignore_eos=True)
-    assert tokens.tolist() == made.token_ids
-
-    (folder / "chat_template.jinja").write_text("U: {{ messages[0].content }}\nA:")
-    assert "kl@32" in cli.json(line)["rows"][1]
-    chats, tokenizer = seen.call_args.args[1], load_tokenizer(folder)
-    assert chats[:2] == prompts and len(chats) == 4
-    for chat, text in zip(chats[2:], prompts, strict=True):
-        assert tokenizer.decode(chat) == f"U: Explain this text at length:\n{tokenizer.decode(text)}\nA:"
-
-
-def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, monkeypatch):
-    for losses, ppl in (([700.0], math.exp(700)), ([710.0], math.inf), ([1.0, 3.0], math.exp(2))):
-        figures = torch.tensor([losses] + [[0.0] * len(losses)] * 2).double()[:, None], None
-        monkeypatch.setattr(calibrate, "eval_perplexity", lambda *_, figures=figures: figures)
-        line = "eval --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
-        (row,) = cli.json(line)["rows"]
-        assert row["ppl python"] == pytest.approx(ppl)
-
-
 def test_fit_is_of_one_process(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["calibrate.py", "fit", "--method", "sals"])
     monkeypatch.setattr(generate, "is_one_of_several_processes", lambda: True)
-    with pytest.raises(UserError, match="only eval takes torchrun"):
+    with pytest.raises(UserError, match="start it with python, not with torchrun"):
         calibrate.run()
-
-
-def test_candidates_read_yes_and_no():
-    for text, value in {"1": True, "true": True, "Yes": True, "0": False, "false": False}.items():
-        assert calibrate.Candidate.parse(f"loki:reduced={text}").options == {"reduced": value}
 
 
 # ------------------------------------------------------------------------------------------- the command line
@@ -3798,32 +3508,12 @@ BAD_COMMANDS = {
     "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
     "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
     "fly": "invalid choice",
-    "eval --method sals:depth=3": "--depth is not a setting of sals",
-    "eval --method sals:rank=nan": "--rank nan: give a number in [0, 1]",
-    "eval --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
-    "eval --method dense --method lrqk:rank=17 --samples 0 --prefix 30": "--rank 17: r must be 1 to 16",
-    "eval --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
-    "eval --text few.txt --text few.txt": "a text named few already",
-    "eval --samples 0 --perplexity_rows 0": "nothing to evaluate",
-    "eval --facts 3000 --tasks multikey --prefix 9": "--facts: 3000: give a number in [4, 1290]",
-    "eval --lengths 200 --prefix 9": "ask for longer prompts",
-    "eval --checkpoint small --samples 0": "has 4096 ids, the model's vocabulary 300; the tokenizer belongs",
     "fit --checkpoint small --method loki": "has 4096 ids, the model's vocabulary 300",
-    "eval --text few.txt": "no text of at least 200 characters",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
     "fit --method sals --text none": "No such file",
     "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
-    "train --out new --text few.txt": "no text of at least 200 characters",
-    "train --out new --text few.txt --method elitekv": "with --from FOLDER",
-    "train --out new --text few.txt --distill": "with --from FOLDER",
-    "train --out new --text few.txt:nan": "--text: nan: give a number in (0, inf)",
-    "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
-    "train --out new --text few.txt --log again": "--log: no file can be written at again",
-    "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
-    "train --out again --text nano/demo.txt": "has 4097 ids, the model's vocabulary 4096",
 }
-for line in "eval --csv,fit --out,train --out,train --state".split(","):
-    BAD_COMMANDS[f"{line} few.txt/x"] = f"{line.split()[-1]}: no file can be written"
+BAD_COMMANDS["fit --out few.txt/x"] = "--out: no file can be written"
 
 
 @pytest.fixture(scope="module")
@@ -3857,14 +3547,25 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("line", BAD_COMMANDS)
-def test_bad_commands_end_in_one_line_before_anything_runs(line, desk, cli, monkeypatch, little_memory):
+@over("line, message", lambda tests: tests.BAD_COMMANDS.items())
+def test_bad_commands_end_in_one_line_before_anything_runs(
+    line, message, desk, cli, monkeypatch, little_memory
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
     monkeypatch.chdir(desk)
     before = sorted(desk.rglob("*"))
-    assert BAD_COMMANDS[line] in cli.refusal(line)
+    assert message in cli.refusal(line)
     assert sorted(desk.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name, module", [("eval", "extras.evaluate"), ("train", "extras.train")])
+def test_a_command_that_has_moved_says_where(name, module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", name, "--method", "sals"])
+    with pytest.raises(SystemExit) as stop:
+        generate.run_command(calibrate.run)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: calibrate.py {name} has moved; run python -m {module}\n"
 
 
 def test_a_rank_is_the_nearest_to_its_share():
@@ -3916,7 +3617,6 @@ def test_json_is_the_last_line_and_complete(cli):
     plain = cli.json(line)
     assert plain["cache_bytes_host"] == 0 and plain["miss_rate"] is None
     assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
-    assert calibrate.ledger(make_engine(tiny_model(), "lrqk", 2, 60, **LRQK), 50)["host/token"] == 4 * 512
 
 
 def test_the_first_token_waits_for_prompt_and_questions(cli, monkeypatch):
@@ -4067,61 +3767,6 @@ def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
         assert f"written into {folder}; give --out FOLDER" in cli.refusal("fit --method loki")
 
 
-def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
-    """A last batch that is not full counts nothing twice. Facts lie at depths that are spread evenly."""
-    rows, asked = [], {}
-
-    def sample(hay, kind, seed, n_tokens, n_facts, depth=None) -> tuple:
-        asked[seed] = depth
-        return [1], SimpleNamespace(answer="", score=lambda _: float(seed == 4))
-
-    def decode(engine, *_, **how) -> generate.Output:
-        rows.append(engine.context.batch_size)
-        if len(rows) == 4:  # kivi's first, after dense's three
-            raise torch.OutOfMemoryError("no memory")
-        return generate.Output([[]] * rows[-1])
-
-    monkeypatch.setattr(calibrate, "eval_sample", sample)
-    monkeypatch.setattr(generate, "decode_rows", decode)
-    row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + calibrate.ANSWER_ROOM).caches
-    monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
-    line = "eval --method kivi --method loki --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
-    dense, loki = cli.json(f"{line} --tasks single")["rows"]
-    assert [dense["method"], loki["method"]] == ["dense", "loki"] and rows[:3] == [2, 2, 2]
-    assert dense["single 400"] == loki["single 400"] == 20
-    assert [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
-    assert "kivi: no row: no memory" in cli.err
-    monkeypatch.setattr(generate, "decode_rows", mock.Mock(side_effect=UserError("not this model")))
-    # Dense's own row: there is nothing to compare with.
-    assert "not this model" in cli.refusal(f"{line} --tasks single")
-
-
-def test_eval_prints_dense_first_and_json(cli, tmp_path):
-    """Of the folder's own weights: by these it holds those in int8."""
-    lossy = "sals:paper,sinks=0,critical=1,recent=4"
-    line = f"eval --weights int8 --method dense --method {lossy} --samples 2 --rows 2 --lengths 200"
-    line += " --tasks single multikey uuid --facts 4 --perplexity_rows 2 --prefix 40 --continuation 8"
-    rows = dense, int8, sals = cli.json(f"{line} --csv {tmp_path}/table.csv")["rows"]
-    assert [row["method"] for row in rows] == ["dense", "dense weights=int8", f"{lossy} weights=int8"]
-    assert dense["kl python"] == 0 < int8["kl python"] < 0.1 and sals["kl python"] > 2 * int8["kl python"]
-    assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
-    assert sals["bytes/token"] < dense["bytes/token"] == int8["bytes/token"]
-    assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
-    assert dense["uuid 200"] == 0  # of a model with random weights
-
-
-def test_eval_at_equal_cost_marks_what_cannot_pay(cli):
-    sals_ = "sals:sinks=2,recent=4"
-    line = f"eval --method {sals_} --samples 0 --equal_bytes 0.5"
-    line += " --equal_tokens 0.25 --perplexity_rows 2 --prefix 56 --continuation 8"
-    dense, sals = cli.json(line)["rows"]
-    assert "dense *" in cli.out and f"{sals_}, 64 tokens: " in cli.out and ", keep=0.25, rank=" in cli.out
-    assert dense["over"] == ["bytes", "tokens"] and "recall" not in dense
-    assert sals["over"] == [] and sals["bytes/token"] <= dense["bytes/token"] / 2
-    assert sals["attended"] < 0.3 and 0 < sals["recall"] < 1 and 0 < sals["mass"] < 1
-    assert sals["settings"]["64"]["keep"] == 0.25
-
-
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
     monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
     for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
@@ -4156,6 +3801,13 @@ def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tm
 def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     """A full disk, or Ctrl-C, leaves the old files."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
+    tensors = {"a": torch.zeros(2)}
+
+    def replace_two(target: Path) -> None:
+        with compress.replacing(target, "two") as partial:
+            (partial / "config.json").write_text("{}")
+            save_artifact(tensors, partial / WEIGHTS, {})
+
     for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
         told = type(mistake)
 
@@ -4166,12 +3818,12 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
         with mock.patch.object(Path, "write_bytes", half):
             for target in (folder, tmp_path / "new"):
                 with pytest.raises(told, match=says):
-                    save_checkpoint(tiny_model(seed=1), target)
+                    replace_two(target)
             with pytest.raises(told, match=says):
-                save_artifact({"a": torch.zeros(2)}, folder / "b.safetensors", {})
+                save_artifact(tensors, folder / "b.safetensors", {})
         assert {path: path.read_bytes() for path in folder.iterdir()} == before
         assert not (tmp_path / "new").exists()
-    save_checkpoint(tiny_model(seed=1, vocab_size=4096, tied=True), folder)
+    replace_two(folder)
     assert set(folder.iterdir()) == before.keys()
     assert (folder / WEIGHTS).read_bytes() != before[folder / WEIGHTS]
     (tmp_path / "plain").write_text("")
@@ -4229,17 +3881,6 @@ def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypat
     monkeypatch.setattr(sys, "stdout", stdout)
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
-
-
-def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
-    row = {"bytes/token": 1.0, "errors": {}}
-    monkeypatch.setattr(calibrate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
-    line = "eval --method kivi --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
-    code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
-    rows = (tmp_path / "t.csv").read_text().splitlines()
-    assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "kivi"]
-    assert "dense: bytes/token" in err and "kivi: bytes/token" in err
-    assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
 
 
 def test_the_readmes_first_command_prints_what_the_readme_shows():
@@ -4418,7 +4059,7 @@ def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
     assert capsys.readouterr().err == "interrupted\nerror: first?[31m??x?last\n"
 
 
-def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, monkeypatch):
+def test_what_evaluation_reads_is_never_calibrated_on(cli, tmp_path, monkeypatch):
     names = {f"{i}.py" for i in range(40)}
     for name in names:
         (tmp_path / name).write_text(name * 100)
@@ -4430,10 +4071,9 @@ def test_what_evaluation_reads_is_never_trained_or_calibrated_on(cli, tmp_path, 
     read = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
     monkeypatch.setattr(calibrate, "text_ids", read)
-    for line in (f"train --out {tmp_path} --text {tmp_path}", "fit --method sals", "eval"):
-        assert "read" in cli.refusal(line)
-    files = [next(given for given in call.args if isinstance(given, list)) for call in read.call_args_list]
-    assert [{file.name for file in some} for some in files] == [names - held, names - held, held]
+    assert "read" in cli.refusal("fit --method sals")
+    _, files, *_ = read.call_args.args
+    assert {file.name for file in files} == names - held
 
 
 def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, tmp_path):

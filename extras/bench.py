@@ -34,9 +34,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import calibrate
-from calibrate import ANSWER_ROOM, NANO, TASKS, save_csv, text_ids, writable_file, writable_folder
+from calibrate import save_csv, text_ids, writable_file, writable_folder
 from compress import load_artifact, replacing
-from generate import LLM, Engine, Parser, clock, whole
+from extras.evaluate import (
+    ANSWER_ROOM,
+    TASKS,
+    Candidate,
+    Haystack,
+    check_candidates,
+    retrieval_scores,
+    row_options,
+)
+from generate import LLM, NANO, Engine, Parser, clock, whole
 from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
@@ -81,7 +90,8 @@ def free_bytes(kind: str) -> float:
 def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
     """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
     more: options; changes: of the shape. share: of the free memory, for as many sequences as fit."""
-    shapes, line = SHAPES | {"nano": NANO}, f"--prompt {row.tokens} {row.options}"
+    shapes = SHAPES | {"nano": ModelConfig.from_folder(NANO)}
+    line = f"--prompt {row.tokens} {row.options}"
     if row.shape not in shapes:
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
@@ -291,14 +301,14 @@ def run_needle(args: argparse.Namespace) -> None:
         python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv"""
     tokenizer, config = load_tokenizer(args.checkpoint), ModelConfig.from_folder(args.checkpoint)
     held = calibrate.text_files(calibrate.STDLIB, held=True)
-    hay = calibrate.Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
-    candidates = [calibrate.Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    calibrate.check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
+    hay = Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
+    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
+    check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
     args.samples, table = args.samples * args.depths, []  # depths rise with the samples
     bar = generate.Progress("needle", len(candidates) * len(args.lengths) * args.samples)
     for candidate, n in itertools.product(candidates, args.lengths):
         engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
-        found = calibrate.retrieval_scores(engine, hay, args, args.task, n, bar)
+        found = retrieval_scores(engine, hay, args, args.task, n, bar)
         for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
             depth = round(100 * (i + 0.5) / args.depths, 1)
             table.append({"method": candidate.label, "length": n, "depth": depth, "found": share.item()})
@@ -481,7 +491,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p = commands.add_parser("needle", help="find facts by length and depth", description=run_needle.__doc__)
     p.set_defaults(run=run_needle, facts=1)
     generate.add_model_options(p)
-    calibrate.row_options(p)
+    row_options(p)
     p.option("--lengths", whole(1), [2048, 4096, 8192], "tokens of a prompt", nargs="+")
     p.option("--depths", whole(1), 10, "places of the fact, from the beginning to the end")
     p.option("--samples", whole(1), 5, "prompts a length and depth")

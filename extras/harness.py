@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from calibrate import Candidate, check_candidates, ledger, row_options
+from extras.evaluate import Candidate, check_candidates, ledger, row_options
 from generate import Engine, Parser, Progress, positive, whole
 from model import ModelConfig, UserError, load_tokenizer
 
@@ -157,7 +157,7 @@ def evaluate(args: argparse.Namespace) -> list[dict]:
         how = {"task_manager": manager, "limit": args.limit, "log_samples": False}
         results = simple_evaluate(lm, tasks=tasks, **how)
         n = max(lm.ledgers)  # tokens of the longest request
-        row = {"method": candidate.label, "settings": candidate.used[n]} | lm.ledgers[n]
+        row = {"method": candidate.label, "settings": candidate.options} | lm.ledgers[n]
         print(", ".join(f"{name} {value}" for name, value in row.items()))
         print(*(make_table(results, part) for part in ("results", "groups") if part in results), sep="\n")
         rows.append(row | results["results"])

@@ -4,6 +4,7 @@ What all methods share is tested by test_all.py's own tests: those imported here
 extras/baselines.py.
 """
 
+import collections
 import copy
 import csv
 import functools
@@ -13,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -20,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -29,15 +32,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import calibrate
 import compress
 import generate
 import kernels
 import model as model_file
-from calibrate import save_artifact, save_checkpoint
-from compress import Context
-from extras import baselines, bench, chat, gguf, harness, int8, parallel
+from calibrate import save_artifact
+from compress import Context, load_artifact, method_named
+from extras import baselines, bench, chat, evaluate, gguf, harness, int8, parallel, train
 from generate import DTYPES
 from kernels import attend_plain
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
@@ -54,13 +58,14 @@ from test_all import (
     attend_case,
     checkpoint,
     cli,
+    desk,
     error,
     folder,
     hf_model,
     library,
+    little_memory,
     logits_through,
     make_engine,
-    nano_haystack,
     other,
     poisoned,
     poisoned_memory,
@@ -76,6 +81,7 @@ from test_all import (
 
 test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
 test_all.CommandLine.programs |= {"chat": chat.main}
+test_all.CommandLine.programs |= {"evaluate": evaluate.main, "train": train.main}
 
 # -------------------------------------------------------------------------------------------- comparison rows
 # The tests of all methods, over the lists of this file.
@@ -169,9 +175,37 @@ SAME_WITH_KERNELS = [
     ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}, 2, "plain scores select"),
 ]
 WATCHED = [
+    ("sals", test_all.SPARSE | {"skip": ""}),
+    ("loki", {"k": 0.3, "d": 0.25}),
     ("streaming", {"sinks": 3, "recent": 9}),
     ("quest", {"keep": 32, "skip": ""}),  # the last page reaches beyond the capacity
 ]
+
+
+# Command lines of evaluate and train, and what their errors say, as in test_all.py.
+BAD_COMMANDS = {
+    "evaluate --method sals:depth=3": "--depth is not a setting of sals",
+    "evaluate --method sals:rank=nan": "--rank nan: give a number in [0, 1]",
+    "evaluate --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
+    "evaluate --method dense --method lrqk:rank=17 --samples 0 --prefix 30": "--rank 17: r must be 1 to 16",
+    "evaluate --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
+    "evaluate --text few.txt --text few.txt": "a text named few already",
+    "evaluate --samples 0 --perplexity_rows 0": "nothing to evaluate",
+    "evaluate --facts 3000 --tasks multikey --prefix 9": "--facts: 3000: give a number in [4, 1290]",
+    "evaluate --lengths 200 --prefix 9": "ask for longer prompts",
+    "evaluate --checkpoint small": "has 4096 ids, the model's vocabulary 300; the tokenizer belongs",
+    "evaluate --text few.txt": "no text of at least 200 characters",
+    "train --out new --text few.txt": "no text of at least 200 characters",
+    "train --out new --text few.txt --method elitekv": "with --from FOLDER",
+    "train --out new --text few.txt --distill": "with --from FOLDER",
+    "train --out new --text few.txt:nan": "--text: nan: give a number in (0, inf)",
+    "train --out new --text few.txt --stages 8x8": "BATCHxLENGTHxSTEPS",
+    "train --out new --text few.txt --log again": "--log: no file can be written at again",
+    "train --out again --text few.txt --stages 1x40000x1": "32768; shorten --stages",
+    "train --out again --text nano/demo.txt": "has 4097 ids, the model's vocabulary 4096",
+}
+for line in ("evaluate --csv", "train --out", "train --state"):
+    BAD_COMMANDS[f"{line} few.txt/x"] = f"{line.split()[-1]}: no file can be written"
 
 
 def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
@@ -689,6 +723,473 @@ def test_smollm2_answers(cli, tmp_path):
     assert answers == [f"The capital of {country} is {city}." for country, city in cities.items()]
 
 
+# ------------------------------------------------------------------------------------------------ evaluate.py
+
+
+@pytest.fixture(scope="module")
+def nano_haystack():
+    tokenizer = load_tokenizer(NANO)
+    text = (test_all.ROOT / "calibrate.py").read_text()
+    return evaluate.Haystack(tokenizer, [np.array(tokenizer.encode(text))])
+
+
+def test_nano_answers_the_tasks(nano_haystack):
+    engine = test_all.fitted_engine(NANO, "dense", 4, 1600)
+    args = SimpleNamespace(samples=4, facts=16)
+    for kind in ("single", "multikey"):
+        bar = generate.Progress("test", 4)
+        assert evaluate.retrieval_scores(engine, nano_haystack, args, kind, 1500, bar).sum() >= 3
+
+
+@pytest.mark.parametrize("kind", evaluate.TASKS)
+def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
+    tokenizer = nano_haystack.tokenizer
+    for seed in range(3):
+        ids, task = evaluate.eval_sample(nano_haystack, kind, seed, 900)
+        assert len(ids) == 900 and ids[0] == tokenizer.bos_id
+        text = tokenizer.decode(ids)
+        assert all(fact in text for fact in task.facts)
+        assert text.endswith(task.question)
+        assert [task.score(x) for x in (task.answer, task.answer.upper(), "nothing")] == [1.0, 1.0, 0.0]
+        assert (ids, task) == evaluate.eval_sample(nano_haystack, kind, seed, 900)
+        places = [text.index(fact) for fact in dict.fromkeys(task.facts)]
+        assert kind == "frequent" or places == sorted(places)  # facts lie in the order that the task gives
+        if kind == "frequent":
+            counts = collections.Counter(fact.split()[-1][:-1] for fact in task.facts)
+            words = [word for word, _ in counts.most_common(4)]
+            assert words[:3] == task.references and counts[words[2]] > counts[words[3]]
+    if kind in ("single", "reworded"):
+        for depth in (0.0, 0.5, 0.99):
+            ids, task = evaluate.eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
+            text = tokenizer.decode(ids)
+            assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
+
+
+def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
+    form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+    places = set()
+    for seed, n in itertools.product(range(20), (300, 1000)):
+        ids, task = evaluate.eval_sample(nano_haystack, "uuid", seed, n)
+        text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
+        (_, *lines), (value,) = text.split("\n"), task.references  # the first may be cut off
+        assert all(re.fullmatch(f"{form}: {form}", line) for line in lines)
+        pairs = dict(line.split(": ") for line in lines)
+        assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
+        asked = re.search(form, question)[0]
+        assert pairs.pop(asked) == value
+        assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
+        places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
+    assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
+    # It is neither trained on nor evaluated unless it is named, and so are facts in other words.
+    assert set(evaluate.TASKS) - set(evaluate.TRAINED_TASKS) == {"uuid", "reworded", "reworded_multikey"}
+    assert evaluate.parse_args([]).tasks == evaluate.TRAINED_TASKS
+    told = [
+        evaluate.eval_sample(nano_haystack, kind, 0, 900)[1] for kind in ("reworded", "reworded_multikey")
+    ]
+    assert [len(task.facts) for task in told] == [1, 16] and not any("magic" in str(task) for task in told)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("method, options", WATCHED)
+def test_watched_figures_equal_a_plain_count(method, options, group):
+    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the ledger."""
+    seen, prompts = [], [random_ids(47), random_ids(23, 1)]
+    engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
+    engines[1].caches = [evaluate.Watched(cache) for cache in engines[1].caches]
+    for cache in engines[1].caches:  # which tokens each layer says
+        cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
+    assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
+    for cache, _, index, live, recent in seen:
+        shape, figures = (2, *index.shape[1:]), []
+        # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
+        index, live = (said.expand(shape).reshape(2, -1, shape[-1]) for said in (index, live))
+        for row, n in ((0, 48), (1, 24)):
+            q, k = cache.query[row].double(), cache.keys[row, :, :n].repeat_interleave(group, 0).double()
+            weights = torch.einsum("hd,hsd->hs", q, k).div(4).softmax(-1)
+            for places, real, heads in zip(index[row], live[row], weights.chunk(index.shape[1]), strict=True):
+                chosen = set(places[real].tolist()) | set(range(max(0, n - recent), n))
+                best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
+                mass = heads[:, list(chosen)].sum().item() / len(heads)
+                hits = len(best & chosen)
+                figures.append((len(chosen) / n, hits / len(best), mass))
+        truth = dict(zip(evaluate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
+        assert cache.result() == pytest.approx(truth, abs=1e-5)
+        assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
+
+
+def test_perplexity_and_kl_through_the_cache():
+    model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
+
+    def perplexity(method: str, dense=None, **options):
+        engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
+        return evaluate.eval_perplexity(engine, tokens[:, :40].tolist(), tokens[:, 40:], dense, bar)
+
+    (loss, *others), dense = perplexity("dense")
+    assert others[0].eq(0).all() and others[1].eq(1).all()
+    log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
+    full = -log_p.gather(-1, tokens[:, 40:, None])[..., 0].mT
+    assert loss.numpy() == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each token and row
+    (_, kl, same), _ = perplexity("dense", dense)
+    assert kl.abs().max() < 1e-5 and same.all()  # to itself
+    (_, kl, same), _ = perplexity("topk", dense, keep=5)
+    _, other = perplexity("topk", keep=5)
+    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1)
+    assert kl.numpy() == pytest.approx(truth.numpy(), rel=0.01, abs=1e-3)
+    assert torch.equal(same > 0, other.argmax(-1) == dense.argmax(-1)) and 0 < same.mean() < 1
+    error = evaluate.standard_error(kl.mean(0))
+    assert error == pytest.approx(np.abs(np.diff(truth.mean(0))).item() / 2, rel=0.05)
+
+
+def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
+    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16. With a chat
+    template half of the prompts are chats about the others."""
+    seen = mock.Mock(side_effect=evaluate.eval_perplexity)
+    monkeypatch.setattr(evaluate, "eval_perplexity", seen)
+    kivi = "kivi:bits=2,residual=32"
+    line = f"evaluate --method {kivi} --samples 0 --perplexity_rows 2 --prefix 16 --generate 32"
+    dense, kivi = cli.json(line)["rows"]
+    ends = range(4, 33, 4)
+    assert all(dense[f"kl@{n}"] == 0 and dense[f"argmax@{n}"] == 1 for n in ends)
+    kl, same = ([kivi[f"{name}@{n}"] for n in ends] for name in ("kl", "argmax"))
+    assert max(map(abs, kl[:4])) < 1e-5 < 1e-3 < min(kl[4:]) and same[:4] == [1] * 4 and min(same) < 1
+    assert np.mean(kl) == pytest.approx(kivi["kl written"], rel=1e-6)
+    (_, prompts, tokens, *_), again = (call.args for call in seen.call_args_list)
+    assert prompts == again[1] and torch.equal(tokens, again[2])
+    made = generate.LLM(device="cpu", temperature=0.7).generate(prompts, 32, ignore_eos=True)
+    assert tokens.tolist() == made.token_ids
+
+    (folder / "chat_template.jinja").write_text("U: {{ messages[0].content }}\nA:")
+    assert "kl@32" in cli.json(line)["rows"][1]
+    chats, tokenizer = seen.call_args.args[1], load_tokenizer(folder)
+    assert chats[:2] == prompts and len(chats) == 4
+    for ids, text in zip(chats[2:], prompts, strict=True):
+        assert tokenizer.decode(ids) == f"U: Explain this text at length:\n{tokenizer.decode(text)}\nA:"
+
+
+def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, monkeypatch):
+    for losses, ppl in (([700.0], math.exp(700)), ([710.0], math.inf), ([1.0, 3.0], math.exp(2))):
+        figures = torch.tensor([losses] + [[0.0] * len(losses)] * 2).double()[:, None], None
+        monkeypatch.setattr(evaluate, "eval_perplexity", lambda *_, figures=figures: figures)
+        line = "evaluate --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
+        (row,) = cli.json(line)["rows"]
+        assert row["ppl python"] == pytest.approx(ppl)
+
+
+def test_candidates_read_yes_and_no():
+    for text, value in {"1": True, "true": True, "Yes": True, "0": False, "false": False}.items():
+        assert evaluate.Candidate.parse(f"loki:reduced={text}").options == {"reduced": value}
+
+
+def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
+    """A last batch that is not full counts nothing twice. Facts lie at depths that are spread evenly."""
+    rows, asked = [], {}
+
+    def sample(hay, kind, seed, n_tokens, n_facts, depth=None) -> tuple:
+        asked[seed] = depth
+        return [1], SimpleNamespace(answer="", score=lambda _: float(seed == 4))
+
+    def decode(engine, *_, **how) -> generate.Output:
+        rows.append(engine.context.batch_size)
+        if len(rows) == 4:  # kivi's first, after dense's three
+            raise torch.OutOfMemoryError("no memory")
+        return generate.Output([[]] * rows[-1])
+
+    monkeypatch.setattr(evaluate, "eval_sample", sample)
+    monkeypatch.setattr(generate, "decode_rows", decode)
+    row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + evaluate.ANSWER_ROOM).caches
+    monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
+    line = "evaluate --method kivi --method streaming --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
+    dense, streaming = cli.json(f"{line} --tasks single")["rows"]
+    assert [dense["method"], streaming["method"]] == ["dense", "streaming"] and rows[:3] == [2, 2, 2]
+    assert dense["single 400"] == streaming["single 400"] == 20
+    assert [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
+    assert "kivi: no row: no memory" in cli.err
+    monkeypatch.setattr(generate, "decode_rows", mock.Mock(side_effect=UserError("not this model")))
+    # Dense's own row: there is nothing to compare with.
+    assert "not this model" in cli.refusal(f"{line} --tasks single")
+
+
+def test_eval_prints_dense_first_and_json(cli, tmp_path):
+    """Of the folder's own weights: by these it holds those in int8."""
+    lossy = "sals:paper,sinks=0,critical=1,recent=4"
+    line = f"evaluate --weights int8 --method dense --method {lossy} --samples 2 --rows 2 --lengths 200"
+    line += " --tasks single multikey uuid --facts 4 --perplexity_rows 2 --prefix 40 --continuation 8"
+    rows = dense, int8, sals = cli.json(f"{line} --csv {tmp_path}/table.csv")["rows"]
+    assert [row["method"] for row in rows] == ["dense", "dense weights=int8", f"{lossy} weights=int8"]
+    assert dense["kl python"] == 0 < int8["kl python"] < 0.1 and sals["kl python"] > 2 * int8["kl python"]
+    assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
+    assert sals["bytes/token"] < dense["bytes/token"] == int8["bytes/token"]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
+    assert dense["uuid 200"] == 0  # of a model with random weights
+
+
+def test_the_ledger_counts_host_memory():
+    engine = make_engine(tiny_model(), "lrqk", 2, 60, **test_all.LRQK)
+    assert evaluate.ledger(engine, 50)["host/token"] == 4 * 512
+
+
+def test_what_is_attended_is_in_the_table_of_methods_that_select(cli):
+    selects = "sals:sinks=2,recent=4,keep=0.25"
+    line = f"evaluate --method {selects} --samples 0 --perplexity_rows 2 --prefix 56 --continuation 8"
+    dense, sals = cli.json(line)["rows"]
+    assert "recall" not in dense
+    assert sals["settings"] == {"sinks": 2, "recent": 4, "keep": 0.25}
+    assert sals["attended"] < 0.3 and 0 < sals["recall"] < 1 and 0 < sals["mass"] < 1
+
+
+def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
+    row = {"bytes/token": 1.0, "errors": {}}
+    monkeypatch.setattr(evaluate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
+    line = "evaluate --method kivi --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
+    code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
+    rows = (tmp_path / "t.csv").read_text().splitlines()
+    assert code == 130 and [row.split(",")[0] for row in rows] == ["method", "dense", "kivi"]
+    assert "dense: bytes/token" in err and "kivi: bytes/token" in err
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
+
+
+# --------------------------------------------------------------------------------------------------- train.py
+
+
+def test_training_documents_have_length_weights_and_bos(nano_haystack):
+    tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
+    for _ in range(40):
+        ids, weights = train.training_document(nano_haystack, rng, 513)
+        assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
+        answers = tokenizer.decode(ids[weights == train.ANSWER_WEIGHT].tolist())
+        assert "Question" not in answers and "Answer" not in answers
+        asked += bool(answers)
+    assert 10 <= asked <= 30  # about half of the documents ask something
+    for n, seed in itertools.product((*range(2, 45), 400), range(30)):
+        made = train.training_document(nano_haystack, random.Random(seed), n)
+        assert [len(each) for each in made] == [n, n]
+
+
+def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
+    stages = [train.Stage(4, 64, 12), train.Stage(2, 128, 6)]
+
+    def trained(*minutes: float) -> tuple[Llama, dict]:
+        state = tmp_path / f"{len(minutes)}.state"
+        for seed, limit in enumerate(minutes):
+            model = Llama(test_all.tiny_config(vocab_size=4096, tied=True))
+            train.initialise(model, seed)  # a later run takes the state's weights
+            done = train.train_model(model, nano_haystack, stages, 5e-3, 0, 0, state, limit)
+            assert done == (limit > 0)
+        return model, torch.load(state)
+
+    (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
+    with torch.no_grad():
+        batch = train.training_batch(nano_haystack, [train.Stage(4, 64, 1)], 0, 0)
+        assert train.training_loss(model, *batch).item() < math.log(4096) - 0.1
+    assert whole["step"] == resumed["step"] == 18
+    torch.testing.assert_close(resumed, whole, atol=1e-6, rtol=1e-5)
+
+
+def test_the_loss_in_chunks_is_that_of_whole_logits(monkeypatch):
+    """And so are its gradients, with and without a teacher."""
+    model, teacher = (tiny_model(seed).requires_grad_(True) for seed in (0, 1))
+    tokens, weights = tiny_tokens(2, 18), torch.rand(2, 17)
+    for chunk, share in itertools.product((5, 99), (0.7, 0.0)):
+        monkeypatch.setattr(train, "HEAD_CHUNK", chunk)
+        loss = train.training_loss(model, tokens, weights, teacher if share else None, share)
+        log_p, log_q = (each.output(each(tokens[:, :-1])).log_softmax(-1) for each in (model, teacher))
+        truth = -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
+        truth = (1 - share) * (weights * truth).sum() / weights.sum()
+        truth = truth + share * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+        got, wanted = (torch.autograd.grad(each, [*model.parameters()]) for each in (loss, truth))
+        assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-4
+
+
+def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
+    """The KL falls, and the teacher stays as it was."""
+    teacher, model = (tiny_model(vocab_size=4096) for _ in range(2))
+    artifact = test_all.artifact_of("elitekv", model)
+    method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
+    before = [p.clone() for p in teacher.parameters()]
+    tokens, weights = train.training_batch(nano_haystack, [train.Stage(4, 128, 1)], 1, 0)
+    distance = functools.partial(train.training_loss, model, tokens, weights, teacher, 1.0)
+    kl, early = distance(), distance(layers=True)
+    heads = (train.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
+    errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
+    assert abs((early - kl) / np.mean(errors) - 1) < 1e-3
+    given = (nano_haystack, [train.Stage(4, 64, 30)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
+    assert train.train_model(model.requires_grad_(True), *given) and distance() < 0.7 * kl
+    assert all(map(torch.equal, before, teacher.parameters()))
+
+
+def test_the_learning_rate_warms_up_and_decays(nano_haystack):
+    model, seen = Llama(test_all.tiny_config(vocab_size=4096)), []
+    with register_optimizer_step_pre_hook(lambda by, *_: seen.append((by.param_groups[0]["lr"], by))):
+        assert train.train_model(model, nano_haystack, [train.Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
+    rates, (optimizer, *_) = zip(*seen, strict=True)
+    decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays == {True: 0.1, False: 0.0}
+    assert rates[:2] == pytest.approx((1 / 2, 0.1 + 0.45 * (1 + math.cos(math.pi / 20))))  # warm-up: a tenth
+    assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
+
+
+@pytest.mark.parametrize("numbers", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+def test_a_second_signal_ends_all(numbers):
+    with pytest.raises(KeyboardInterrupt), train.deferred_interrupts() as stops:
+        signal.raise_signal(numbers[0])
+        assert stops == [numbers[0]]
+        signal.raise_signal(numbers[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_training_keeps_its_state_and_diverging_training_none(nano_haystack, tmp_path, number):
+    model, path, steps = Llama(test_all.tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
+
+    def run(steps: int = 9) -> bool:
+        return train.train_model(
+            model, nano_haystack, [train.Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf
+        )
+
+    def interrupt(*_):
+        if next(steps) == 3:
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    with register_optimizer_step_pre_hook(interrupt):
+        assert not run()
+    assert signal.getsignal(number) == before
+    assert run(3)  # more than asked is done
+    optimizer = train.make_optimizer(model, 1e-3)
+    assert train.load_state(path, model, optimizer) == 4  # the step is done first
+    (tmp_path / "other").write_text("no state")
+    with pytest.raises(UserError, match="not what training this model has left"):
+        train.load_state(tmp_path / "other", model, optimizer)
+    with pytest.raises(UserError, match="lower --lr"):  # one that diverges leaves none
+        train.train_model(
+            model, nano_haystack, [train.Stage(1, 32, 8)], 1e30, 0, 0, tmp_path / "new", math.inf
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_haystack, monkeypatch):
+    """Its memory need not be a copy of this one's, as after a fork."""
+    here = functools.partial(train.training_batch, nano_haystack, [train.Stage(2, 512, 1)], 0)
+    there = pickle.loads(pickle.dumps(here))
+    assert there.args[0].tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here(0), there(0)))
+    document = np.arange(513, dtype=np.int32), np.arange(513, dtype=np.float32)
+    monkeypatch.setattr(train, "training_document", lambda *_: document)
+    tokens, weights = here(0)
+    assert tokens.shape == (2, 513) and torch.equal(tokens[:, 1:].float(), weights)
+
+
+def test_texts_are_drawn_by_their_shares(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:2").mkdir()
+    for path in ("a", r"C:\books", "C:/books", "run:2"):
+        assert train.text_share(path) == (Path(path), 1.0)
+        assert train.text_share(f"{path}:0.5") == (Path(path), 0.5)
+    hay = evaluate.Haystack(load_tokenizer(NANO), [np.zeros(50), np.ones(50)], [0.9, 0.1])
+    drawn = np.mean([hay.sample(random.Random(i), 4)[0] for i in range(400)])
+    assert 0.05 < drawn < 0.15
+
+
+def test_what_evaluation_reads_is_never_trained_on(cli, tmp_path, monkeypatch):
+    names = {f"{i}.py" for i in range(40)}
+    for name in names:
+        (tmp_path / name).write_text(name * 100)
+    for name in ("site-packages", "dist-packages"):  # lie in the library's folder, but are not of it
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text(name * 100)
+    held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
+    assert 0 < len(held) < 10
+    read = mock.Mock(side_effect=UserError("read"))
+    monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
+    for module in (calibrate, evaluate, train):
+        monkeypatch.setattr(module, "text_ids", read)
+    for line in (f"train --out {tmp_path} --text {tmp_path}", "evaluate"):
+        assert "read" in cli.refusal(line)
+    files = [call.args[1] for call in read.call_args_list]
+    assert [{file.name for file in some} for some in files] == [names - held, held]
+
+
+def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
+    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
+    source, out, log = test_all.tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
+    tokens, seen = torch.randint(3, 4096, (1, 50)), []
+
+    train_model = train.train_model
+
+    def train_and_see(model: Llama, *given, **options) -> bool:
+        done = train_model(model, *given, **options)
+        seen.append(model.output(model(tokens)).detach())
+        return done
+
+    monkeypatch.setattr(train, "train_model", train_and_see)
+    method = "elitekv:r=3,d_ckv=24"
+    uptrain = f"train --from {source} --method {method} --out {out} --text {test_all.ROOT / 'model.py'} "
+    uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
+    code, text, err = cli(uptrain)
+    assert code == 0 and "finished" in text, err
+    names, *lines = (line.split(",") for line in log.read_text().splitlines())
+    assert names == ["tokens", "loss"] and [int(n) for n, _ in lines] == [20 * 128, 40 * 128]
+    assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
+    model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
+    assert model.config.elitekv
+    method_named("elitekv").fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
+    settings = compress.EliteSettings(3, 24)
+    method_named("elitekv").fold_all(start, settings, load_artifact(source, "elitekv", start))
+    assert error(model.output(model(tokens)), seen[0]) < 5e-2  # bf16 weights
+    before, after = (m.layers[2].attention for m in (start, model))
+    for name in ("wqkv", "up", "wo"):  # all of them were trained
+        assert error(getattr(after, name).weight, getattr(before, name).weight) > 1e-3
+    assert torch.equal(after.pairs, before.pairs)
+
+    report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
+    capacity = report["prompt_tokens"][0] + 4
+    assert report["cache_bytes_measured"] == capacity * 4 * 4 * (4 * 2 * 3 + 24)
+    assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
+    assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
+    table = (
+        f"evaluate --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
+    )
+    rows = cli.json(f"{table} --continuation 4")["rows"]
+    assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_dense_attention_undoes_elitekv_at_full_rank(group):
+    for r in (1, 3, 8):
+        model = tiny_model(group=group)
+        c, artifact = model.config, test_all.artifact_of("elitekv", model)
+        dense = [layer.attention.wqkv.weight for layer in model.layers]
+        latent = min(48, c.n_kv_heads * (32 - 2 * r))
+        compress.method_named("elitekv").fold_all(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
+        for layer, weight in zip(model.layers, dense, strict=True):
+            assert error(train.dense_attention(layer.attention).wqkv.weight, weight) < 1e-5
+
+
+def test_training_refuses_torchrun(cli, monkeypatch):
+    monkeypatch.setattr(train, "ranks", lambda: (0, 2))
+    told = cli.refusal(f"train --out new --text {test_all.ROOT}")
+    assert "start it with python, not with torchrun" in told
+
+
+def test_checkpoints_are_replaced_whole_or_not_at_all(folder, tmp_path):
+    """A full disk, or Ctrl-C, leaves the old files."""
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
+        told = type(mistake)
+
+        def half(path, data, mistake=mistake):
+            path.write_text("half")
+            raise mistake
+
+        with mock.patch.object(Path, "write_bytes", half):
+            for target in (folder, tmp_path / "new"):
+                with pytest.raises(told, match=says):
+                    train.save_checkpoint(tiny_model(seed=1), target)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        assert not (tmp_path / "new").exists()
+    train.save_checkpoint(tiny_model(seed=1, vocab_size=4096, tied=True), folder)
+    assert set(folder.iterdir()) == before.keys()
+    assert (folder / test_all.WEIGHTS).read_bytes() != before[folder / test_all.WEIGHTS]
+
+
 # ------------------------------------------------------------------------------------- lm-evaluation-harness
 
 
@@ -743,7 +1244,7 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
     (tmp_path / "both.yaml").write_text('{"group": "both", "task": ["choose", "write"]}')
     line = f"harness --checkpoint {folder} --max_length 48 --rows 2 --method dense --tasks both"
     args = harness.parse_args(line.split()[1:])
-    ours = harness.harness_model(calibrate.Candidate.parse("dense"), args)
+    ours = harness.harness_model(evaluate.Candidate.parse("dense"), args)
     asked = {"loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]] + [("", "the")]}
     asked |= {"loglikelihood_rolling": [(text,) for text in texts]}
     for kind, arguments in asked.items():
@@ -2057,7 +2558,7 @@ def play_rank(monkeypatch, rank: int, n: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
 @pytest.mark.parametrize("n, coded", [(2, False), (4, False), (8, False), (2, True)])  # of 4 KV heads
 def test_shares_of_a_layer_sum_to_the_layer(family, n, coded, tmp_path, monkeypatch):
-    save_checkpoint(tiny_model(family=family), tmp_path)
+    train.save_checkpoint(tiny_model(family=family), tmp_path)
     x = torch.randn(1, 20, 48)
     build = functools.partial(int8.build, fold=lambda *_: None) if coded else model_file.build
 
