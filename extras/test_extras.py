@@ -1028,7 +1028,7 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
 
 
-@pytest.mark.parametrize("numbers", itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+@pytest.mark.parametrize("numbers", list(itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2)))
 def test_a_second_signal_ends_all(numbers):
     with pytest.raises(KeyboardInterrupt), train.deferred_interrupts() as stops:
         signal.raise_signal(numbers[0])
@@ -1165,7 +1165,7 @@ def test_dense_attention_undoes_elitekv_at_full_rank(group):
 
 def test_training_refuses_torchrun(cli, monkeypatch):
     monkeypatch.setattr(train, "ranks", lambda: (0, 2))
-    told = cli.refusal(f"train --out new --text {test_all.ROOT}")
+    told = cli.refusal("train --out new --text nowhere.txt")
     assert "start it with python, not with torchrun" in told
 
 
