@@ -3879,6 +3879,7 @@ def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypat
         assert "not UTF-8" in cli.refusal("generate --prompt -")
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     generate.run_command(lambda: print("snow \u2603", flush=True))
     assert stdout.buffer.getvalue() == b"snow ?\n"
 
