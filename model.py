@@ -648,29 +648,31 @@ class Tokenizer:
     vocab_size      ids of the tokenizer; rows: of the model's embedding, which may have more
     chat_template   the model's own, in Jinja; chat_variables: what it may name, such as bos_token
 
-    A kind has `load`, which opens the library and returns the control tokens, `text_ids`, which encodes
-    text, and `decode_ids`."""
+    A kind has three methods of its own: load, text_ids and decode_ids."""
 
     vocab_size: int
-    unknown_id: int | None = None  # what a text becomes that the vocabulary cannot write
-    space_after_special = False  # where a text gets a space before it: does text after a control token, too?
 
     def __init__(self, folder: Path):
         self.folder = folder
         settings = read_json(folder / "tokenizer_config.json")
         self.settings = {key: value for key, value in settings.items() if value is not None}
-        self.chat_template = self.read_chat_template()
-        self.chat_variables = self.named_tokens()
+        self.chat_template = read_chat_template(folder, self.settings)
+        self.chat_variables = token_names(self.settings)
 
+        # What `load` may set.
         self.bos_id = None
         self.add_bos = False
-        self.strips_before: set[int] = set()  # control tokens that take the spaces before them
+        self.unknown_id = None  # of what the vocabulary cannot write
+        self.space_after_special = (
+            False  # does text after a control token get a space, as a text's start does?
+        )
+        self.strips_before: set[int] = set()  # added tokens that take the spaces before them
         self.strips_after: set[int] = set()
         self.special_tokens = self.load()
+
         if self.bos_id is None:
             self.bos_id = self.special_tokens.get(self.chat_variables.get("bos_token"))
         self.add_bos = bool(self.settings.get("add_bos_token", self.add_bos)) and self.bos_id is not None
-
         config = read_json(folder / "config.json")
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         self.stop_ids = set()
@@ -681,16 +683,12 @@ class Tokenizer:
             eos = file.get("eos_token_id")
             if eos is not None:
                 self.stop_ids.update(eos if isinstance(eos, list) else [eos])
-
         self.control_ids = set(self.special_tokens.values())
         if self.unknown_id not in {self.bos_id, *self.stop_ids}:
             self.control_ids.discard(self.unknown_id)  # a text may become that one
 
-    def __reduce__(self) -> tuple:
-        """The libraries' objects cannot all be pickled: another process loads the files again."""
-        return load_tokenizer, (self.folder,)
-
     def load(self) -> dict[str, int]:
+        """Opens the library, and gives the ids of the control tokens by name."""
         raise NotImplementedError
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
@@ -700,50 +698,6 @@ class Tokenizer:
     def decode_ids(self, ids: list[int]) -> str:
         """Text of ids, control tokens by name, "" for the padding of the embedding."""
         raise NotImplementedError
-
-    def read_chat_template(self) -> str:
-        """The text of chat_template.jinja or of tokenizer_config.json, "" if there is none."""
-        path = self.folder / "chat_template.jinja"
-        if path.exists():
-            try:
-                return path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}: not UTF-8 text; download it again") from error
-        template = self.settings.get("chat_template", "")
-        if isinstance(template, list):  # several, each for a use
-            template = {choice["name"]: choice["template"] for choice in template}.get("default", "")
-        return template
-
-    def note_spaces(self, token_id: int, flags: dict) -> None:
-        """Remembers what an added token's flags lstrip and rstrip say of the spaces beside it."""
-        if flags.get("lstrip"):
-            self.strips_before.add(token_id)
-        if flags.get("rstrip"):
-            self.strips_after.add(token_id)
-
-    def named_tokens(self) -> dict[str, str]:
-        """What tokenizer_config.json calls eos_token, image_token and so on."""
-        named = {key: token for key, token in self.settings.items() if key.endswith("_token")}
-        extra = self.settings.get("extra_special_tokens")
-        if isinstance(extra, dict):
-            named.update(extra)
-        names = {}
-        for key, token in named.items():
-            name = token["content"] if isinstance(token, dict) else token
-            if isinstance(name, str):  # add_bos_token is a bool
-                names[key] = name
-        return names
-
-    def control_names(self) -> set[str]:
-        """The names that tokenizer_config.json gives to control tokens."""
-        names = {name for key, name in self.chat_variables.items() if key != "unk_token"}
-        for key in ("extra_special_tokens", "additional_special_tokens"):
-            more = self.settings.get(key, [])
-            if isinstance(more, dict):
-                more = list(more.values())
-            for token in more:
-                names.add(token["content"] if isinstance(token, dict) else token)
-        return names
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a user's text. bos: put BOS first, if this model's prompts start with it."""
@@ -776,17 +730,20 @@ class Tokenizer:
     def encode_text(self, text: str, add_space: bool) -> list[int]:
         """Token ids of a user's text, none of which is a control token.
 
-        The libraries take the name of a control token for plain text. But a vocabulary may have the name
-        among its words as well; then the ids of the name's letters stand in its place."""
+        The libraries are told to take a control token's name for plain text (`text_ids`). But a vocabulary
+        may have that name among its words as well: the ids of its letters stand in the place of that word.
+        And what the vocabulary cannot write is left out, if the token for it is one that ends an answer."""
         ids = []
         for token_id in self.text_ids(text, add_space):
             if token_id not in self.control_ids:
                 ids.append(token_id)
             elif token_id != self.unknown_id:
-                (name,) = (name for name, i in self.special_tokens.items() if i == token_id)
-                for letter in name:
+                for letter in self.special_name(token_id):
                     ids += [i for i in self.text_ids(letter, False) if i not in self.control_ids]
         return ids
+
+    def special_name(self, token_id: int) -> str:
+        return next(name for name, i in self.special_tokens.items() if i == token_id)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Text of ids, control tokens left out; UserError for an id outside the vocabulary.
@@ -794,6 +751,56 @@ class Tokenizer:
         after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
+
+    def note_spaces(self, token_id: int, flags: dict) -> None:
+        """Remembers what an added token's flags lstrip and rstrip say of the spaces beside it."""
+        if flags.get("lstrip"):
+            self.strips_before.add(token_id)
+        if flags.get("rstrip"):
+            self.strips_after.add(token_id)
+
+    def __reduce__(self) -> tuple:
+        """How it is pickled: by its folder, which another process loads again."""
+        return load_tokenizer, (self.folder,)
+
+
+def read_chat_template(folder: Path, settings: dict) -> str:
+    """The text of chat_template.jinja, or what tokenizer_config.json has; "" if there is none."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text; download it again") from error
+    template = settings.get("chat_template", "")
+    if isinstance(template, list):  # several, each for a use
+        template = {choice["name"]: choice["template"] for choice in template}.get("default", "")
+    return template
+
+
+def token_names(settings: dict) -> dict[str, str]:
+    """The tokens that tokenizer_config.json gives a part: {"eos_token": "</s>", ...}."""
+    tokens = {key: token for key, token in settings.items() if key.endswith("_token")}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        tokens.update(extra)
+    names = {}
+    for key, token in tokens.items():
+        name = token["content"] if isinstance(token, dict) else token
+        if isinstance(name, str):  # add_bos_token is a bool
+            names[key] = name
+    return names
+
+
+def control_names(settings: dict) -> set[str]:
+    """The names of all tokens that tokenizer_config.json says are control tokens."""
+    names = {name for key, name in token_names(settings).items() if key != "unk_token"}
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        more = settings.get(key, [])
+        if isinstance(more, list):
+            for token in more:
+                names.add(token["content"] if isinstance(token, dict) else token)
+    return names
 
 
 class HfTokenizer(Tokenizer):
@@ -836,7 +843,7 @@ class HfTokenizer(Tokenizer):
         # 3. Control tokens: those of the file, and those that only the settings call so.
         special = {name for name, token in added.items() if token["special"]}
         more = {name for name in STOP_TOKENS if name in added}
-        more.update(self.control_names() & vocab.keys())
+        more.update(control_names(self.settings) & vocab.keys())
         for library in (self.library, self.continuing):
             library.add_special_tokens(sorted(more - special))
         for name in special | more:
@@ -900,40 +907,37 @@ class SentencePieceTokenizer(Tokenizer):
         self.removes_spaces = sp.encode("a  a") == sp.encode("a a")  # all but one between words
 
         # 2. The vocabulary: sentencepiece's, and what tokenizer_config.json adds.
-        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-        special = {name for name, i in vocab.items() if sp.is_control(i)}
-        special.update(STOP_TOKENS, self.control_names())
-        self.text_tokens = {}  # by name: found in a text as a whole
+        self.vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+        special = {name for name, i in self.vocab.items() if sp.is_control(i)}
+        special.update(STOP_TOKENS, control_names(self.settings))
+        self.text_tokens = {}  # added, but no control tokens: found in a text as a whole
         for token_id, token in self.settings.get("added_tokens_decoder", {}).items():
             name = token["content"]
-            vocab[name] = int(token_id)
-            self.note_spaces(vocab[name], token)
+            self.vocab[name] = int(token_id)
+            self.note_spaces(int(token_id), token)
             if token.get("special"):
                 special.add(name)
-            elif vocab[name] >= sp.vocab_size() and name not in special:
+            elif name not in special and int(token_id) >= sp.vocab_size():
                 self.text_tokens[name] = token
-        self.names = {i: name for name, i in vocab.items()}
+        self.names = {i: name for name, i in self.vocab.items()}
         self.vocab_size = max(self.names) + 1
         self.unknown_id = sp.unk_id()
-
-        # Regular expressions take the first alternative that fits: the longest name has to be first.
-        names = sorted(self.text_tokens, key=len, reverse=True)
-        self.text_token = re.compile("|".join(map(re.escape, names)) or "(?!)")
-        self.vocab = vocab
+        # A regular expression takes the first alternative that fits: the longest name has to be first.
+        longest_first = sorted(self.text_tokens, key=len, reverse=True)
+        self.text_token_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
         # 3. BOS and EOS, if tokenizer_config.json does not name them.
         for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
             if i >= 0:
                 self.chat_variables.setdefault(key, sp.id_to_piece(i))
         self.add_bos = True
-        return {name: vocab[name] for name in sorted(special) if name in vocab}
+        return {name: self.vocab[name] for name in sorted(special) if name in self.vocab}
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
         ids = []
         end = 0
-        for match in self.text_token.finditer(text):
-            name = match[0]
-            token = self.text_tokens[name]
+        for match in self.text_token_pattern.finditer(text):
+            token = self.text_tokens[match[0]]
             neighbours = text[max(match.start() - 1, 0) : match.start()] + text[match.end() : match.end() + 1]
             if token.get("single_word") and re.search(r"\w", neighbours):
                 continue
@@ -941,7 +945,7 @@ class SentencePieceTokenizer(Tokenizer):
             if token.get("lstrip"):
                 before = before.rstrip()
             ids += self.processor_ids(before, add_space)
-            ids.append(self.vocab[name])
+            ids.append(self.vocab[match[0]])
             end = match.end()
             if token.get("rstrip"):
                 end = re.compile(r"\s*").match(text, end).end()
@@ -949,10 +953,10 @@ class SentencePieceTokenizer(Tokenizer):
         return ids + self.processor_ids(text[end:], add_space)
 
     def processor_ids(self, text: str, add_space: bool) -> list[int]:
-        """Ids of text without added tokens."""
+        """Ids of text in which no added token is."""
         if text.startswith(" ") and self.removes_spaces:
             add_space = True  # in the place of the text's own, which is removed
-        elif text.startswith((" ", "▁")) and self.first_space_is_enough:
+        elif text.startswith((" ", "▁")) and self.first_space_is_enough:  # ▁ is how a space is written
             add_space = False
         processor = self.processor if add_space else self.continuing
         return processor.encode(text)
@@ -970,7 +974,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer.model, lines of "base64 rank", run by tiktoken."""
+    """Llama 3's tokenizer.model, lines of "base64 rank" without a tokenizer.json, run by tiktoken."""
 
     def load(self) -> dict[str, int]:
         import tiktoken
