@@ -535,6 +535,9 @@ class LLM:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
         graphed = context.device.type == "cuda"
         compiled = graphed if self.compile is None else self.compile
+        if compiled and not graphed:
+            for cache in caches:  # Inductor's code for a CPU drops some of KIVI's keys: caches stay eager
+                cache.decode = torch.compiler.disable(cache.decode)
         try:
             self.engine = Engine(model, caches, context, self.sampling, compiled, graphed)
         except torch._dynamo.exc.TorchDynamoException as error:
