@@ -18,7 +18,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -31,21 +30,6 @@ from torch import Tensor, nn
 
 class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
-
-
-@contextmanager
-def checked(path: Path, fault: str) -> Iterator[None]:
-    """Around what is made of a file's content: what goes wrong with it is a UserError that names the file."""
-    try:
-        yield
-    except (UserError, OSError, MemoryError, ImportError, NameError):
-        raise
-    except Exception as error:
-        # Python says both of a wrong type in a JSON file and of a mistake here or in a package.
-        json_type = re.search(r"\b(dict|list|sequence|str|string|int|float|bool|NoneType)\b", str(error))
-        if isinstance(error, AttributeError | TypeError) and not json_type:
-            raise
-        raise UserError(f"{path}: {fault}; download it again ({error!r})") from error
 
 
 def read_json(path: Path) -> dict:
