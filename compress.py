@@ -1428,7 +1428,7 @@ class EliteAttention(nn.Module):
 
     forward = Attention.forward
 
-    def attended(self, qkv: Tensor, attend) -> Tensor:
+    def attend_heads(self, qkv: Tensor, attend) -> Tensor:
         q, k, latent = qkv.split(self.widths, dim=-1)
         q = q.unflatten(-1, (self.config.n_heads, -1))
         return attend(q, k.unflatten(-1, (-1, 2 * self.r)), latent).flatten(-2)

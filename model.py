@@ -1,4 +1,4 @@
-"""A Llama in one file: configuration, the network, checkpoints, tokenizers.
+"""A Llama in one file: the network, RoPE's variants, checkpoint folders, tokenizers.
 
 Layouts, used everywhere in this project:
     B    rows of a batch                  S    tokens of one row (prompt or cache)
@@ -7,7 +7,7 @@ Layouts, used everywhere in this project:
     q    [..., Hq, D]    k, v [..., Hkv, D]    query head h reads key/value head h // G
 RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables are fp32.
 
-One seam: Attention computes q, k, v BEFORE RoPE and hands them to `attend`, which is a cache's extend, a
+One seam: Attention computes q, k and v BEFORE RoPE and hands them to `attend`, which is a cache's extend, a
 cache's decode, or plain causal attention in training. What a method stores, and how, is the cache's business.
 """
 
@@ -18,9 +18,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,205 +33,51 @@ class UserError(Exception):
     """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
-    if not path.exists():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid JSON; download it again ({error})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: no JSON object; download it again")
-    return data
-
-
-# ---------------------------------------------------------------------------------------------- configuration
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-
-
-def named(hf: str, default: object = MISSING) -> object:
-    """A field of ModelConfig that config.json has under the name `hf`."""
-    return field(default=default, metadata={"hf": hf})
-
-
 @dataclass
 class ModelConfig:
-    """The shape of a Llama-like model, read from a Hugging Face config.json or from the table SHAPES."""
+    """The shape of a Llama-like model."""
 
-    dim: int = named("hidden_size")
-    n_layers: int = named("num_hidden_layers")
-    n_heads: int = named("num_attention_heads")
-    n_kv_heads: int = named("num_key_value_heads")
-    head_dim: int = named("head_dim")
-    ffn_dim: int = named("intermediate_size")
-    vocab_size: int = named("vocab_size")
-    max_positions: int = named("max_position_embeddings")
-    rope_theta: float = named("rope_theta", 10000.0)
-    rope_scaling: dict | None = named("rope_scaling", None)
-    norm_eps: float = named("rms_norm_eps", 1e-5)
-    tied: bool = named("tie_word_embeddings", False)
+    dim: int
+    n_layers: int
+    n_heads: int  # Hq
+    n_kv_heads: int  # Hkv
+    head_dim: int  # D
+    ffn_dim: int
+    vocab_size: int
+    max_positions: int  # that the model was made for
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # what config.json says of it, with a rope_type of ROPE_SCALINGS
+    norm_eps: float = 1e-5
+    tied: bool = False  # are the output's weights those of the embedding?
     qkv_bias: bool = False
-    out_bias: bool = named("attention_bias", False)
-    mlp_bias: bool = named("mlp_bias", False)
-    qk_norm: bool = False
-    sliding_window: int | None = named("sliding_window", None)
-    family: str = named("model_type", "llama")
+    out_bias: bool = False  # of W_o
+    mlp_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm on each head's q and k, before RoPE (Qwen3)
+    sliding_window: int | None = None  # tokens that the model's attention reaches back
+    family: str = "llama"
     elitekv: bool = False  # uptrained for EliteKV: only each head's elite pairs are rotated
 
     @property
     def group(self) -> int:
+        """G, the query heads that share a KV head."""
         return self.n_heads // self.n_kv_heads
 
     @property
     def kv_dim(self) -> int:
+        """Width of a token's keys, or values, in one layer."""
         return self.n_kv_heads * self.head_dim
 
-    @classmethod
-    def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
-        path = folder / "config.json"
-        if not path.is_file():
-            advice = "give the folder of a Hugging Face download (of its cache, a folder in snapshots/)"
-            raise UserError(f"{folder}: no config.json there; {advice}")
-        hf = read_json(path)
-        try:
-            config = cls.from_hf(hf)
-            config.check()
-        except KeyError as error:
-            raise UserError(f"{path}: not a usable config; it lacks {error}") from None
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{path}: not a usable config; {error}") from None
-        return config
 
-    @classmethod
-    def from_hf(cls, hf: dict) -> "ModelConfig":
-        """What a config.json says. Raises UserError for what this file does not compute."""
-        family, rope = hf.get("model_type"), dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-        kind, rotated = rope.get("rope_type", rope.get("type", "default")), "partial_rotary_factor"
-        supported = {  # what config.json says, and what may stand there
-            "model_type": (family, FAMILIES),
-            "hidden_act": (hf.get("hidden_act", "silu"), ["silu"]),
-            "RoPE type": (kind, ROPE_SCALINGS),
-            rotated: (rope.get(rotated, hf.get(rotated, 1.0)), [1.0]),
-            "quant_method": ((hf.get("quantization_config") or {}).get("quant_method"), [None]),
-        }
-        for name, (given, known) in supported.items():
-            if given not in known:
-                only = ", ".join(map(str, known))
-                raise UserError(f"{name} {given!r} is not supported; supported: {only}")
-        n_heads, positions = hf["num_attention_heads"], hf["max_position_embeddings"]
-        original = "original_max_position_embeddings"
-        rope |= {"rope_type": kind, original: hf.get(original) or rope.get(original) or positions}
-        if kind in ("linear", "yarn"):  # they reach beyond what the model was made for
-            positions = max(positions, math.floor(rope[original] * rope["factor"]))
-        bias = hf.get("attention_bias") or False
-        windowed = family in ("mistral", "phi3") or hf.get("use_sliding_window")
-        given = {f.name: hf.get(f.metadata["hf"]) for f in fields(cls) if f.metadata}
-        given = {name: value for name, value in given.items() if value is not None or not hasattr(cls, name)}
-        made = {
-            "n_kv_heads": hf.get("num_key_value_heads") or n_heads,
-            "head_dim": hf.get("head_dim") or hf["hidden_size"] // n_heads,
-            "max_positions": positions,
-            "rope_theta": float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0)),
-            "rope_scaling": None if kind == "default" else rope,
-            "norm_eps": float(hf["rms_norm_eps"]),
-            "qkv_bias": bias or family == "qwen2",
-            "out_bias": bias and family != "qwen2",
-            "qk_norm": family == "qwen3",
-            "sliding_window": windowed and hf.get("sliding_window") or None,
-            "elitekv": hf.get("elitekv") or False,
-        }
-        return cls(**given | made)
-
-    def to_hf(self) -> dict:
-        """What from_hf reads, as a config.json has it."""
-        named = {f.metadata["hf"]: getattr(self, f.name) for f in fields(self) if f.metadata}
-        return {"architectures": [f"{self.family.title()}ForCausalLM"], "hidden_act": "silu"} | named
-
-    def check(self) -> None:
-        """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
-        for f in fields(self):
-            value, limit = getattr(self, f.name), 1 << 25 if f.type is int else math.inf
-            if not isinstance(value, f.type) or type(value) in (int, float) and not 0 < value < limit:
-                raise ValueError(f"{f.name} is {value!r}")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, and RoPE rotates pairs of dims")
-        if not rope_tables(self, 2, torch.device("cpu"))[0].isfinite().all():
-            raise ValueError(f"RoPE with rope_theta {self.rope_theta} and {self.rope_scaling} is not finite")
-
-
-# Published shapes, for benchmarks without weights (--random_weights NAME).
-LLAMA31_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-SHAPES = {
-    "llama-2-7b": ModelConfig(4096, 32, 32, 32, 128, 11008, 32000, 4096),
-    "llama-3.1-8b": ModelConfig(4096, 32, 32, 8, 128, 14336, 128256, 131072, 500000.0, LLAMA31_ROPE),
-    "llama-3.1-70b": ModelConfig(8192, 80, 64, 8, 128, 28672, 128256, 131072, 500000.0, LLAMA31_ROPE),
-}
-
-
-# ------------------------------------------------------------------------------------------------------- RoPE
-
-
-def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
-    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * inv_freq / rope["factor"] + blend * inv_freq, 1.0
-
-
-def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
-    factor, original, half = rope["factor"], rope["original_max_position_embeddings"], config.head_dim / 2
-
-    def pair_of(turns: float) -> float:  # the pair that makes `turns` full turns over the original context
-        return half * math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
-
-    low, high = pair_of(rope.get("beta_fast") or 32), pair_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
-    ramp = ((torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    gain = 0.1 * math.log(max(factor, 1.0))
-    scale = rope.get("attention_factor")
-    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale = (1 + gain * rope["mscale"]) / (1 + gain * rope["mscale_all_dim"])
-    return inv_freq * (1 - ramp) + inv_freq / factor * ramp, 1 + gain if scale is None else scale
-
-
-ROPE_SCALINGS = {
-    "default": lambda inv_freq, rope, config: (inv_freq, 1.0),
-    "linear": lambda inv_freq, rope, config: (inv_freq / rope["factor"], 1.0),
-    "llama3": scale_llama3,
-    "yarn": scale_yarn,
-}
-
-
-def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    rope = config.rope_scaling or {"rope_type": "default"}
-    inv_freq, scale = ROPE_SCALINGS[rope["rope_type"]](config.rope_theta**-exponent, rope, config)
-    # Rounded to fp32 as in the training code of the models; the angles themselves are exact products.
-    angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), inv_freq.float().double())
-    return (angles.cos() * scale).float().to(device), (angles.sin() * scale).float().to(device)
+# ------------------------------------------------------------------------------------------------ the network
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [..., S, H, D] by cos, sin [..., S, D/2] in fp32; returns x's dtype."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    """Rotates x [..., S, H, D] by cos and sin [..., S, D/2], in fp32; returns x's dtype."""
+    cos = cos.unsqueeze(-2)
+    sin = sin.unsqueeze(-2)
+    first, second = x.float().chunk(2, dim=-1)  # [..., S, H, D/2] each
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 QUERY_CHUNK = 512  # queries that attend a past at once: bounds their mask
@@ -240,57 +87,81 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., P + S, Hkv, D] -> [..., S, Hq, D].
 
     The first P keys are of the past, in any order: every query attends them."""
-    v = v.contiguous()  # CUDA's kernels need 16-byte rows, and folded ranks make those of wqkv any width
-    heads = [t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in (q, k, v)]  # [B, H, S, D], as flash wants
-    S, P = q.shape[-3], k.shape[-3] - q.shape[-3]
-    attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[-2] != k.shape[-2])
-    if not P:
-        out = attention(*heads, is_causal=True)
+    S = q.shape[-3]
+    P = k.shape[-3] - S
+    v = v.contiguous()  # CUDA's kernels need rows of 16 bytes, and v may be a part of wqkv's of any width
+
+    def heads_first(x: Tensor) -> Tensor:
+        return x.reshape(-1, *x.shape[-3:]).transpose(1, 2)  # [B, H, S, D], as flash attention wants them
+
+    shares_keys = q.shape[-2] != k.shape[-2]
+    attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=shares_keys)
+    queries = heads_first(q)
+    keys = heads_first(k)
+    values = heads_first(v)
+    if P == 0:
+        out = attention(queries, keys, values, is_causal=True)
     elif q.is_cuda and q.dtype != torch.float32:  # flash attention, which reads no mask
         from torch.nn.attention.bias import causal_lower_right  # only now: it imports triton
 
-        out = attention(*heads, attn_mask=causal_lower_right(S, P + S))
+        out = attention(queries, keys, values, attn_mask=causal_lower_right(S, P + S))
     else:
-        last = torch.arange(P, P + S, device=q.device)[:, None].split(QUERY_CHUNK)
-        masks = (torch.arange(P + S, device=q.device) <= part for part in last)
-        parts = zip(heads[0].split(QUERY_CHUNK, 2), masks, strict=True)
-        out = torch.cat([attention(part, *heads[1:], attn_mask=mask) for part, mask in parts], 2)
+        parts = []
+        for first in range(0, S, QUERY_CHUNK):
+            chunk = queries[:, :, first : first + QUERY_CHUNK]
+            position = torch.arange(P + first, P + first + chunk.shape[2], device=q.device)
+            is_past = torch.arange(P + S, device=q.device) <= position[:, None]  # [chunk, P + S]
+            parts.append(attention(chunk, keys, values, attn_mask=is_past))
+        out = torch.cat(parts, 2)
     return out.transpose(1, 2).reshape(q.shape)
 
 
-# ------------------------------------------------------------------------------------------------ the network
-
-
 class Attention(nn.Module):
+    """Multi-head attention with grouped queries, up to the one seam: `attend` gets q, k and v before RoPE.
+
+    A method may append rows to wqkv when the model is loaded (or put them in v's place, and change wo).
+    `attend` then gets their products as further arguments."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
-        # A method may append rows to wqkv at load time (or put them in v's place, and change wo): `attend`
-        # gets their results as further arguments.
-        self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]
         self.head_dim = c.head_dim
+        self.widths = [c.n_heads * c.head_dim, c.kv_dim, c.kv_dim]  # of q, k, v in wqkv's output
         self.wqkv = nn.Linear(c.dim, sum(self.widths), bias=c.qkv_bias)
         self.wo = nn.Linear(c.n_heads * c.head_dim, c.dim, bias=c.out_bias)
-        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity()
+        if c.qk_norm:
+            self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps)
+            self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps)
+        else:
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
 
-    def forward(self, x: Tensor, attend) -> Tensor:
-        return self.wo(self.attended(self.wqkv(x), attend))
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """x [..., dim] -> [..., dim]; attend(q, k, v, *folded) gives the heads' outputs [..., Hq, D]."""
+        return self.wo(self.attend_heads(self.wqkv(x), attend))
 
-    def attended(self, qkv: Tensor, attend) -> Tensor:
-        """From wqkv's output to the concatenated heads' outputs, the input of wo."""
+    def attend_heads(self, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """From wqkv's output to all heads' outputs side by side, the input of wo."""
         q, k, v, *folded = qkv.split(self.widths, dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # [..., H, D]
-        return attend(self.q_norm(q), self.k_norm(k), v, *folded).flatten(-2)
+        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))  # [..., Hq, D]
+        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))  # [..., Hkv, D]
+        v = v.unflatten(-1, (-1, self.head_dim))
+        return attend(q, k, v, *folded).flatten(-2)
 
-    def causal(self, cos: Tensor, sin: Tensor):
+    def causal(self, cos: Tensor, sin: Tensor) -> Callable[..., Tensor]:
         """The `attend` of training: exact causal attention under RoPE tables [S, D/2]."""
-        return lambda q, k, v: causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+
+        return attend
 
 
 class FeedForward(nn.Module):
+    """SwiGLU: W_2 (silu(W_1 x) * W_3 x)."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # gate rows, then up rows
+        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # rows of the gate W_1, then of W_3
         self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -299,6 +170,8 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and feed-forward, each after a norm and added to x."""
+
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.attention_norm = nn.RMSNorm(c.dim, c.norm_eps)
@@ -306,26 +179,13 @@ class Layer(nn.Module):
         self.ffn_norm = nn.RMSNorm(c.dim, c.norm_eps)
         self.feed_forward = FeedForward(c)
 
-    def forward(self, x: Tensor, attend) -> Tensor:
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), attend)
         return x + self.feed_forward(self.ffn_norm(x))
 
-    def linears(self) -> list[nn.Linear]:
+    def linears(self) -> list[nn.Module]:
+        """The four large linear layers, in the order in which a token passes them."""
         return [self.attention.wqkv, self.attention.wo, self.feed_forward.w13, self.feed_forward.w2]
-
-
-def decode_layer(layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache) -> tuple[Tensor, Tensor]:
-    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after this layer.
-
-    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the norm."""
-    x = x + update
-    x = x + layer.attention(layer.attention_norm(x), lambda *qkv: cache.decode(pos, *qkv))
-    return x, layer.feed_forward(layer.ffn_norm(x))
-
-
-def decode_logits(norm: nn.RMSNorm, output: nn.Linear, x: Tensor, update: Tensor) -> Tensor:
-    """The end of a decode step: logits [B, V]."""
-    return output(norm(x + update))
 
 
 class Llama(nn.Module):
@@ -345,22 +205,29 @@ class Llama(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, attend: Callable | None = None) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [...] -> x [..., dim]."""
+        return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
+
+    def forward(self, tokens: Tensor, attend: Callable[..., Tensor] | None = None) -> Tensor:
         """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
-        attend(layer, cos, sin, q, k, v), with q and k before RoPE, takes the place of exact attention."""
+
+        attend(i, cos, sin, q, k, v), with layer i's q and k before RoPE, replaces exact attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, i, cos, sin) if attend else layer.attention.causal(cos, sin))
+            if attend is None:
+                x = layer(x, layer.attention.causal(cos, sin))
+            else:
+                x = layer(x, partial(attend, i, cos, sin))
         return self.norm(x)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
     def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
+
         Layer by layer, so that one layer's full K and V exist at a time; tick is called after each."""
-        x, span = self.embed(tokens), slice(start, start + len(tokens))  # [S, dim]
+        span = slice(start, start + len(tokens))
+        x = self.embed(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
             for chunk in x.split(self.MLP_CHUNK):
@@ -368,9 +235,12 @@ class Llama(nn.Module):
             tick()
         return self.output(self.norm(x[-1:]))[0]
 
-    def decode(self, tokens: Tensor, pos: Tensor, caches, step=decode_layer, last=decode_logits) -> Tensor:
-        """One token a row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
-        step, last: the functions, or what torch.compile makes of them."""
+    def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=None, last=None) -> Tensor:
+        """One token of each row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
+
+        step, last: decode_layer and decode_logits, or what torch.compile makes of them."""
+        step = step or decode_layer
+        last = last or decode_logits
         x = self.embed(tokens)  # [B, dim]
         update = torch.zeros_like(x)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -378,39 +248,344 @@ class Llama(nn.Module):
         return last(self.norm, self.output, x, update)
 
 
+def decode_layer(layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache) -> tuple[Tensor, Tensor]:
+    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after this layer.
+
+    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the norm."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
+        return cache.decode(pos, q, k, v, *folded)
+
+    x = x + update
+    x = x + layer.attention(layer.attention_norm(x), attend)
+    return x, layer.feed_forward(layer.ffn_norm(x))
+
+
+def decode_logits(norm: nn.RMSNorm, output: nn.Module, x: Tensor, update: Tensor) -> Tensor:
+    """The end of a decode step: logits [B, V]."""
+    return output(norm(x + update))
+
+
+# ------------------------------------------------------------------------------------------- RoPE's variants
+# Pair c of a head turns by inv_freq[c] radians a token. Models that were extended to longer contexts slow the
+# pairs down. A variant gets the frequencies of plain RoPE [D/2] fp64 and what config.json says under
+# rope_scaling; it gives the frequencies, and what cos and sin are multiplied by.
+
+
+class ScaledRope(NamedTuple):
+    inv_freq: Tensor  # [D/2]
+    scale: float  # of cos and sin
+
+
+def scale_default(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
+    """Plain RoPE."""
+    return ScaledRope(inv_freq, 1.0)
+
+
+def scale_linear(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
+    """Position interpolation (arXiv 2306.15595): all pairs are slowed by `factor`."""
+    return ScaledRope(inv_freq / rope["factor"], 1.0)
+
+
+def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
+    """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # over the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return ScaledRope((1 - kept) * inv_freq / rope["factor"] + kept * inv_freq, 1.0)
+
+
+def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
+    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
+    factor = rope["factor"]
+    original = rope["original_max_position_embeddings"]
+
+    # 1. Pairs up to `low` are kept, pairs from `high` on are slowed by `factor`.
+    def pair_of(turns: float) -> float:
+        """The pair that makes so many full turns over the original context."""
+        pairs = config.head_dim / 2
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(config.rope_theta)
+
+    low = pair_of(rope.get("beta_fast") or 32)
+    high = pair_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, config.head_dim - 1)
+    pair = torch.arange(len(inv_freq), dtype=inv_freq.dtype)
+    slowed = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
+    inv_freq = inv_freq * (1 - slowed) + inv_freq / factor * slowed
+
+    # 2. The scale, which config.json may give in two ways.
+    gain = 0.1 * math.log(max(factor, 1.0))
+    scale = rope.get("attention_factor")
+    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale = (1 + gain * rope["mscale"]) / (1 + gain * rope["mscale_all_dim"])
+    if scale is None:
+        scale = 1 + gain
+    return ScaledRope(inv_freq, scale)
+
+
+ROPE_SCALINGS = {
+    "default": scale_default,
+    "linear": scale_linear,
+    "llama3": scale_llama3,
+    "yarn": scale_yarn,
+}
+
+
+def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
+    rope = config.rope_scaling or {"rope_type": "default"}
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    scaled = ROPE_SCALINGS[rope["rope_type"]](config.rope_theta**-exponent, rope, config)
+    # Frequencies are rounded to fp32, as in the training code of the models; angles are exact products.
+    inv_freq = scaled.inv_freq.float().double()
+    position = torch.arange(n_positions, dtype=torch.float64)
+    angles = torch.outer(position, inv_freq)
+    cos = (angles.cos() * scaled.scale).float()
+    sin = (angles.sin() * scaled.scale).float()
+    return cos.to(device), sin.to(device)
+
+
+# ---------------------------------------------------------------------------------- published shapes, configs
+
+# For benchmarks without weights (--random_weights NAME).
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES = {
+    "llama-2-7b": ModelConfig(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=32,
+        head_dim=128,
+        ffn_dim=11008,
+        vocab_size=32000,
+        max_positions=4096,
+    ),
+    "llama-3.1-8b": ModelConfig(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=128,
+        ffn_dim=14336,
+        vocab_size=128256,
+        max_positions=131072,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA31_ROPE,
+    ),
+    "llama-3.1-70b": ModelConfig(
+        dim=8192,
+        n_layers=80,
+        n_heads=64,
+        n_kv_heads=8,
+        head_dim=128,
+        ffn_dim=28672,
+        vocab_size=128256,
+        max_positions=131072,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA31_ROPE,
+    ),
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")  # values of model_type that are supported
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file, {} if there is no such file; UserError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid JSON; download it again ({error})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: no JSON object; download it again")
+    return data
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
+    path = folder / "config.json"
+    if not path.is_file():
+        advice = "give the folder of a Hugging Face download (of its cache, a folder in snapshots/)"
+        raise UserError(f"{folder}: no config.json there; {advice}")
+    hf = read_json(path)
+    try:
+        config = config_from_hf(hf)
+        check_config(config)
+    except KeyError as error:
+        raise UserError(f"{path}: not a usable config; it lacks {error}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a usable config; {error}") from None
+    return config
+
+
+def config_from_hf(hf: dict) -> ModelConfig:
+    """What a config.json says. Raises UserError for what this file does not compute, and KeyError for a field
+    that is missing."""
+    family = hf.get("model_type")
+    quantization = hf.get("quantization_config") or {}
+    check_supported("model_type", family, FAMILIES)
+    check_supported("hidden_act", hf.get("hidden_act", "silu"), ("silu",))
+    check_supported("quant_method", quantization.get("quant_method"), (None,))
+
+    # RoPE
+    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    rotated_part = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    check_supported("RoPE type", rope["rope_type"], ROPE_SCALINGS)
+    check_supported("partial_rotary_factor", rotated_part, (1.0,))
+    max_positions = hf["max_position_embeddings"]
+    original = "original_max_position_embeddings"
+    rope[original] = hf.get(original) or rope.get(original) or max_positions
+    if rope["rope_type"] in ("linear", "yarn"):  # they reach beyond what the model was made for
+        max_positions = max(max_positions, math.floor(rope[original] * rope["factor"]))
+
+    # What families do without saying so
+    attention_bias = hf.get("attention_bias") or False
+    sliding_window = None
+    if family in ("mistral", "phi3") or hf.get("use_sliding_window"):
+        sliding_window = hf.get("sliding_window") or None
+
+    n_heads = hf["num_attention_heads"]
+    return ModelConfig(
+        dim=hf["hidden_size"],
+        n_layers=hf["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=hf.get("num_key_value_heads") or n_heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // n_heads,
+        ffn_dim=hf["intermediate_size"],
+        vocab_size=hf["vocab_size"],
+        max_positions=max_positions,
+        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0)),
+        rope_scaling=None if rope["rope_type"] == "default" else rope,
+        norm_eps=float(hf["rms_norm_eps"]),
+        tied=hf.get("tie_word_embeddings") or False,
+        qkv_bias=attention_bias or family == "qwen2",
+        out_bias=attention_bias and family != "qwen2",
+        mlp_bias=hf.get("mlp_bias") or False,
+        qk_norm=family == "qwen3",
+        sliding_window=sliding_window,
+        family=family,
+        elitekv=hf.get("elitekv") or False,
+    )
+
+
+def check_supported(name: str, value: object, supported: Iterable) -> None:
+    """Raises UserError where config.json has a value that this file does not compute."""
+    if value not in supported:
+        only = ", ".join(map(str, supported))
+        raise UserError(f"{name} {value!r} is not supported; supported: {only}")
+
+
+def config_to_hf(config: ModelConfig) -> dict:
+    """What config_from_hf reads, as a config.json has it."""
+    return {
+        "architectures": [f"{config.family.title()}ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.out_bias,
+        "mlp_bias": config.mlp_bias,
+        "sliding_window": config.sliding_window,
+        "model_type": config.family,
+    }
+
+
+LARGEST_SIZE = 1 << 25  # beyond any model's; a damaged config must not ask for such a tensor
+
+
+def check_config(config: ModelConfig) -> None:
+    """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
+    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_positions")
+    for name in sizes:
+        value = getattr(config, name)
+        if not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
+            raise ValueError(f"{name} is {value!r}")
+    for name in ("rope_theta", "norm_eps"):
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}")
+    for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "elitekv"):
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}")
+    window = config.sliding_window
+    if window is not None and (not isinstance(window, int) or window <= 0):
+        raise ValueError(f"sliding_window is {window!r}")
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads evenly")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim is {config.head_dim}, and RoPE rotates pairs of dims")
+    cos, _ = rope_tables(config, 2, torch.device("cpu"))
+    if not cos.isfinite().all():
+        raise ValueError(f"RoPE with rope_theta {config.rope_theta} and {config.rope_scaling} is not finite")
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 
-HF_NAMES = {  # of our modules: one name, or one for each part of a fused matrix's rows
-    "tok_embeddings": "embed_tokens",
-    "norm": "norm",
-    "output": "lm_head",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention.wqkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w13": "mlp.gate_proj mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
+# The Hugging Face names of our modules; of a fused matrix, those of its parts, in the order of their rows
+HF_NAMES = {
+    "tok_embeddings": ("embed_tokens",),
+    "norm": ("norm",),
+    "output": ("lm_head",),
+    "attention_norm": ("input_layernorm",),
+    "ffn_norm": ("post_attention_layernorm",),
+    "attention.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.wo": ("self_attn.o_proj",),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "feed_forward.w13": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.w2": ("mlp.down_proj",),
 }
-PHI3_NAMES = {"attention.wqkv": "self_attn.qkv_proj", "feed_forward.w13": "mlp.gate_up_proj"}
+PHI3_NAMES = HF_NAMES | {  # Phi-3 fuses as we do
+    "attention.wqkv": ("self_attn.qkv_proj",),
+    "feed_forward.w13": ("mlp.gate_up_proj",),
+}
 
 
 def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
-    """The rows of a matrix or bias of this name by projection, as views: some matrices are fused."""
-    if re.search(r"\.(wqkv|qkv_proj)\.", name):
+    """The rows of a matrix or bias of this name, ours or a checkpoint's, by projection: views, of which a
+    matrix that is not fused has one."""
+    if ".wqkv." in name or ".qkv_proj." in name:
         return rows.split([c.n_heads * c.head_dim, c.kv_dim, c.kv_dim])
-    return rows.split(c.ffn_dim if re.search(r"\.(w13|gate_up_proj)\.", name) else len(rows))
+    if ".w13." in name or ".gate_up_proj." in name:
+        return rows.split(c.ffn_dim)
+    return (rows,)
 
 
-def weight_slots(model: Llama, of: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor of a module goes: its name, and a view of (a part of) a parameter."""
-    names = HF_NAMES | (PHI3_NAMES if model.config.family == "phi3" else {})
-    for path, parameter in model.get_submodule(of).named_parameters(of):
+def weight_slots(model: Llama, part: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Where each Hugging Face tensor of a part of the model goes: its name, and a view of (rows of) a
+    parameter."""
+    names = PHI3_NAMES if model.config.family == "phi3" else HF_NAMES
+    for path, parameter in model.get_submodule(part).named_parameters(part):
+        # "layers.3.attention.wqkv.weight" -> "layers.3.", "attention.wqkv", "weight"
         layer, module, kind = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(\w+)", path).groups()
-        hf, prefix = names[module].split(), "" if module == "output" else "model."
-        views = projections(parameter, path, model.config) if len(hf) > 1 else [parameter]
-        yield from zip((f"{prefix}{layer}{name}.{kind}" for name in hf), views, strict=True)
+        prefix = "" if module == "output" else "model."
+        slots = (parameter,)
+        if len(names[module]) > 1:
+            slots = projections(parameter, path, model.config)
+        for name, slot in zip(names[module], slots, strict=True):
+            yield f"{prefix}{layer}{name}.{kind}", slot
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -444,35 +619,44 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
 
 
 def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dict[str, Path]:
-    """Which file holds each tensor, by the files' headers. UserError for a damaged file, and for the first
-    tensor that is not as the config asks.
+    """Which file holds each tensor, by the files' headers. Sets config.tied to what the files say.
 
-    A tied model's one matrix may have either of two names. A model whose files have both is not tied."""
-    found, embeddings, head = {}, "model.embed_tokens.weight", "lm_head.weight"
+    Raises UserError for a damaged file, and for the first tensor that is not as the config asks."""
     folder = next(iter(files)).parent
+    file_of = {}
+    shape_of = {}
     for file, indexed in files.items():
         shapes = read_shapes(file)
-        stale = [name for name in shapes if indexed and name not in indexed]
+        stale = [name for name in shapes if indexed is not None and name not in indexed]
         if stale:
             fault = f"left out {len(stale)} tensors that the index does not name here, such as {stale[0]}"
             print(f"note: {file}: {fault}", file=sys.stderr)
         for name, shape in shapes.items():
             if name not in stale:
-                found[name] = (file, shape)
-    if config.tied and head in found:
-        config.tied = embeddings not in found
-        if config.tied:
-            found[embeddings] = found.pop(head)
-    if config.n_layers > len(found):
-        raise UserError(f"{folder}: {len(found)} tensors cannot be {config.n_layers} layers")
+                file_of[name] = file
+                shape_of[name] = shape
+
+    # A tied model's one matrix may have either of two names. A model whose files have both is not tied.
+    embeddings = "model.embed_tokens.weight"
+    head = "lm_head.weight"
+    if config.tied and head in file_of:
+        if embeddings in file_of:
+            config.tied = False
+        else:
+            file_of[embeddings] = file_of.pop(head)
+            shape_of[embeddings] = shape_of.pop(head)
+
+    if config.n_layers > len(file_of):
+        raise UserError(f"{folder}: {len(file_of)} tensors cannot be {config.n_layers} layers")
     with torch.device("meta"):
         asked = {name: list(slot.shape) for name, slot in weight_slots(Llama(config))}
-    for name in asked | found:
-        file, shape = found.get(name, (folder, "missing"))
-        if shape != asked.get(name):
-            fault = f"is {shape}, config.json asks for {asked.get(name, 'none')}"
-            raise UserError(f"{file}: tensor {name} {fault}; the two do not belong together")
-    return {name: file for name, (file, _) in found.items()}
+    for name in asked | shape_of:
+        found = shape_of.get(name, "missing")
+        wanted = asked.get(name, "none")
+        if found != wanted:
+            fault = f"is {found}, config.json asks for {wanted}; the two do not belong together"
+            raise UserError(f"{file_of.get(name, folder)}: tensor {name} {fault}")
+    return file_of
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -489,8 +673,12 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def human(n: float) -> str:
-    power = sum(n >= 1000**p for p in (1, 2, 3))
-    return f"{n / 1000**power:.4g} {('B', 'KB', 'MB', 'GB')[power]}"
+    """Bytes with a unit: 1234567 -> "1.235 MB"."""
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.4g} {unit}"
+        n = n / 1000
+    return f"{n:.4g} GB"
 
 
 def free_memory(device: torch.device) -> float:
@@ -561,15 +749,18 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype, build: Ca
 
     Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
     (before any memory is taken), and for numbers that are not finite."""
-    config, files = ModelConfig.from_folder(folder), weight_files(folder)
+    config = load_config(folder)
+    files = weight_files(folder)
     file_of = find_weights(files, config)
 
     def fill(model: Llama, part: str) -> None:
         for name, slot in weight_slots(model, part):
             with safe_open(file_of[name], "pt") as file:  # opened for each: its pages leave the memory again
-                tensor = file.get_tensor(name if name in file.keys() else "lm_head.weight")
+                stored_name = name if name in file.keys() else "lm_head.weight"  # of a tied model
+                tensor = file.get_tensor(stored_name)
             copy_weight(model, name, slot, tensor)
-            if not torch.stack(slot.aminmax()).isfinite().all():
+            is_finite = torch.stack(slot.aminmax()).isfinite().all()  # one pass, and no mask in memory
+            if not is_finite:
                 advice = "use --dtype bf16" if tensor.isfinite().all() else "download it again"
                 raise UserError(f"{file_of[name]}: tensor {name} is not finite in {dtype}; {advice}")
 
@@ -584,10 +775,12 @@ def random_model(
 
     def fill(model: Llama, part: str) -> None:
         for name, parameter in model.get_submodule(part).named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
+            if parameter.ndim > 1:
                 parameter.normal_(0, 0.02, generator=generator)
+            elif name.endswith("bias"):
+                parameter.fill_(0.0)
+            else:  # of a norm
+                parameter.fill_(1.0)
 
     return build(config, device, dtype, fill)
 

@@ -56,9 +56,9 @@ from kernels import attend_plain
 from model import (
     SHAPES,
     Llama,
-    ModelConfig,
     UserError,
     apply_rope,
+    load_config,
     load_model,
     load_tokenizer,
     rope_tables,
@@ -126,7 +126,8 @@ def tiny_model(seed: int = 0, **changes) -> Llama:
 def save_checkpoint(model: Llama, folder: Path) -> None:
     """config.json and model.safetensors (bf16), as in a Hugging Face download."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    config = model_file.config_to_hf(model.config)
+    config |= {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {name: slot.detach().bfloat16() for name, slot in model_file.weight_slots(model)}
     save_artifact(weights, folder / "model.safetensors", {"format": "pt"})
@@ -396,7 +397,7 @@ def test_what_a_config_leaves_out():
     hf = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
     hf |= {"vocab_size": 96, "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "sliding_window": 32}
     for family, uses in itertools.product(("llama", "mistral", "qwen2"), (False, True)):
-        made = model_file.ModelConfig.from_hf(hf | {"model_type": family, "use_sliding_window": uses})
+        made = model_file.config_from_hf(hf | {"model_type": family, "use_sliding_window": uses})
         assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (4, 12, 10000.0, None)
         assert made.sliding_window == (32 if uses or family == "mistral" else None)
         assert not made.tied and not made.out_bias
@@ -404,9 +405,10 @@ def test_what_a_config_leaves_out():
 
 def test_linear_and_yarn_scaling_extend_the_positions():
     def config(**rope):
-        hf = tiny_config(family="qwen2", qkv_bias=True, max_positions=32768).to_hf() | {"rope_scaling": rope}
-        made = model_file.ModelConfig.from_hf(hf | {"rope_parameters": LLAMA3_ROPE})  # which counts less
-        assert model_file.ModelConfig.from_hf(made.to_hf()) == made  # once, not at every saving
+        hf = model_file.config_to_hf(tiny_config(family="qwen2", qkv_bias=True, max_positions=32768))
+        hf["rope_scaling"] = rope
+        made = model_file.config_from_hf(hf | {"rope_parameters": LLAMA3_ROPE})  # which counts less
+        assert model_file.config_from_hf(model_file.config_to_hf(made)) == made  # once, not at every saving
         return made
 
     assert config(type="yarn", factor=4.0, original_max_position_embeddings=32768).max_positions == 131072
@@ -1282,7 +1284,7 @@ def test_elitekv_numbers_of_parameters():
     make_engine(model, "elitekv", 3, 50, r=3, d_ckv=20)
     after = sum(p.numel() for p in model.layers[0].attention.parameters())
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
-    llama, llama3, nano = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"], ModelConfig.from_folder(NANO)
+    llama, llama3, nano = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"], load_config(NANO)
     for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
         found = calibrate.elite_allocations(llama, share)
         assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)

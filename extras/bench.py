@@ -46,7 +46,7 @@ from extras.evaluate import (
     row_options,
 )
 from generate import LLM, NANO, Engine, Parser, clock, whole
-from model import SHAPES, ModelConfig, UserError, free_memory, load_tokenizer
+from model import SHAPES, UserError, free_memory, load_config, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
 COSTS = ("bytes/token", "read/step")  # columns of eval's table
@@ -90,7 +90,7 @@ def free_bytes(kind: str) -> float:
 def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
     """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
     more: options; changes: of the shape. share: of the free memory, for as many sequences as fit."""
-    shapes = SHAPES | {"nano": ModelConfig.from_folder(NANO)}
+    shapes = SHAPES | {"nano": load_config(NANO)}
     line = f"--prompt {row.tokens} {row.options}"
     if row.shape not in shapes:
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
@@ -268,7 +268,7 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
         return (median_us(calls, pos.device) - reads_us) / len(reads)
 
     def attention(qkv: Tensor) -> Tensor:
-        return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts))
+        return layer.attention.attend_heads(qkv, lambda *parts: cache.decode(pos, *parts))
 
     qkv = like.new_empty(row.sequences, len(like)).normal_()
     heads = (c.n_heads, 1), (c.n_kv_heads, row.tokens), (c.n_kv_heads, row.tokens)
@@ -299,7 +299,7 @@ def run_needle(args: argparse.Namespace) -> None:
     found: per cent of such prompts whose answer is right.
 
         python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv"""
-    tokenizer, config = load_tokenizer(args.checkpoint), ModelConfig.from_folder(args.checkpoint)
+    tokenizer, config = load_tokenizer(args.checkpoint), load_config(args.checkpoint)
     held = calibrate.text_files(calibrate.STDLIB, held=True)
     hay = Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]

@@ -33,7 +33,7 @@ from calibrate import result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, Context, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
 from generate import Engine, Parser, Progress, Sampling, load, whole
-from model import Llama, ModelConfig, UserError, load_tokenizer
+from model import Llama, UserError, load_config, load_tokenizer
 
 # ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
 
@@ -481,7 +481,7 @@ def evaluate(args: argparse.Namespace) -> dict:
         raise UserError("nothing to evaluate: give --samples, or --perplexity_rows (with --generate, too)")
     args.continuation = args.generate or args.continuation
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    config = ModelConfig.from_folder(args.checkpoint)
+    config = load_config(args.checkpoint)
     # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
     if args.weights or candidates[0].label != "dense" and not config.elitekv:
         candidates.insert(0, Candidate.parse("elitekv" if config.elitekv else "dense"))

@@ -22,7 +22,17 @@ from safetensors import SafetensorError, safe_open
 import model as model_file
 from calibrate import replacing, writable_folder
 from generate import DTYPES, Parser, Progress
-from model import LLAMA3_SPLIT, STOP_TOKENS, Llama, ModelConfig, UserError, load_tokenizer
+from model import (
+    LLAMA3_SPLIT,
+    STOP_TOKENS,
+    Llama,
+    ModelConfig,
+    UserError,
+    check_config,
+    config_from_hf,
+    config_to_hf,
+    load_tokenizer,
+)
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -131,10 +141,10 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    config = ModelConfig.from_hf(config)
+    config = config_from_hf(config)
     if values.get("rope.dimension_count", config.head_dim) != config.head_dim:
         raise UserError("only a part of each head is rotated, which is not supported")
-    config.check()
+    check_config(config)
     return config
 
 
@@ -298,7 +308,7 @@ def convert(source: str, out: Path, dtype: torch.dtype) -> None:
     except (LookupError, TypeError, ValueError) as error:
         fault = f"its metadata cannot be used; download it again ({error!r})"
         raise UserError(f"{path}: {fault}") from error
-    files["config.json"] |= config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    files["config.json"] |= config_to_hf(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     artifacts = old_artifacts(out)
     ours = {*files, "model.safetensors", *(artifact.name for artifact in artifacts)}
     if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from extras.evaluate import Candidate, check_candidates, ledger, row_options
 from generate import Engine, Parser, Progress, positive, whole
-from model import ModelConfig, UserError, load_tokenizer
+from model import UserError, load_config, load_tokenizer
 
 
 def prefill_but_last(engine: Engine, prompts: Sequence[list[int]]) -> None:
@@ -71,7 +71,7 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     folder = candidate.folder or args.checkpoint
-    tokenizer, c = load_tokenizer(folder), ModelConfig.from_folder(folder)
+    tokenizer, c = load_tokenizer(folder), load_config(folder)
     longest = min(args.max_length or c.max_positions, c.max_positions, c.sliding_window or c.max_positions)
     eos = tokenizer.special_tokens.get(tokenizer.chat_variables.get("eos_token"))
 

@@ -940,7 +940,7 @@ def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
     """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the code."""
-    return layer.attention.attended(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
+    return layer.attention.attend_heads(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
 
 
 def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear, *shared) -> tuple[Tensor, Tensor]:

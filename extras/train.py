@@ -293,7 +293,8 @@ def save_checkpoint(model: Llama, folder: Path, source: Path | None = None) -> N
     """Writes config.json and model.safetensors (bf16) in the layout of a Hugging Face download.
     source: what the model, in EliteKV's form, was uptrained from; it becomes dense. Other files are copied,
     and the artifact has the elite pairs: EliteKV alone can run the checkpoint."""
-    config = model.config.to_hf() | {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
+    config = model_file.config_to_hf(model.config)
+    config |= {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16"}
     with replacing(folder, "checkpoint") as partial:
         if source:
             for file in source.iterdir():

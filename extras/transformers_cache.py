@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from compress import Artifact, Cache, Context, cache_bytes, load_artifact, method_named, settings_from
 from generate import check_capacity, check_memory, import_hopper
-from model import Llama, ModelConfig, UserError, find_weights, fingerprint, weight_files, weight_slots
+from model import Llama, UserError, config_from_hf, find_weights, fingerprint, weight_files, weight_slots
 
 
 class CompressedCache(transformers.Cache):
@@ -123,7 +123,7 @@ def compress(
     The model lies on its device, in its dtype, and stays changed. Each generate() starts anew; it may have
     fewer rows. folder: of the checkpoint and the artifact (None: where the model came from). settings: as on
     the command line. Raises UserError, before the model is changed, where these do not fit one another."""
-    chosen, config = settings_from(method, settings), ModelConfig.from_hf(hf_model.config.to_dict())
+    chosen, config = settings_from(method, settings), config_from_hf(hf_model.config.to_dict())
     inner, generate = hf_model.base_model, hf_model.generate
     weights = {f"model.{name}": parameter for name, parameter in inner.named_parameters()}
     with torch.device("meta"):
