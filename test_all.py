@@ -3487,7 +3487,7 @@ def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
 
 # Command lines and what their errors say. few.txt is a text, again a folder with a tokenizer.
 BAD_COMMANDS = {
-    "generate --prompt 5 --batch_size 2147483647": "the dense cache of 2147483647 rows",
+    "generate --prompt 5 --batch_size 2147483647": "not enough memory (",
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
@@ -3788,6 +3788,12 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monk
     monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
     for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
         assert "the weights need" in cli.refusal(line)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(cli, monkeypatch):
+    monkeypatch.setattr(generate, "free_memory", lambda device: 10**9)
+    line = "generate --prompt 5 --batch_size 2147483647"
+    assert "the dense cache of 2147483647 rows" in cli.refusal(line)
 
 
 @over("method", fitted)
