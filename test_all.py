@@ -1858,6 +1858,15 @@ def test_llama3_vector_and_special_tokens():
 # ---- round trips and oracles
 
 
+def test_llama3_against_transformers():
+    """Which knows no control tokens of a bare tokenizer.model, so that their names are text to it."""
+    tokenizer, oracle = with_auto(folder_of(LLAMA3))
+    for text in [*TEXTS, "<|begin_of_text|><|eot_id|>", Path(json.__file__).read_text(encoding="utf-8")]:
+        ids = oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) == [128000, *ids] and tokenizer.encode_continuation(text) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids) == text
+
+
 @pytest.mark.parametrize("name", [NANO, LLAMA2, STORIES])
 def test_sentencepiece_oracle(name):
     tokenizer, oracle = real(name), sentencepiece_of(name)
