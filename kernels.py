@@ -333,9 +333,9 @@ def _append_kernel(
         # Codes; the first half of the trailing ones goes to the lower four bits
         lead_code = _nearest(lead / step).to(tl.int8)
         rest_code = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
-        packed = tl.sum(rest_code << (half * 4), 0)
+        rest_byte = tl.sum(rest_code << (half * 4), 0)
         tl.store(lead_p + token * LEAD + i, lead_code, mask=i < LEAD)
-        tl.store(rest_p + token * REST + pair, packed.to(tl.uint8), mask=pair < REST)
+        tl.store(rest_p + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + token, scale)
     else:
         # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each byte
