@@ -28,7 +28,6 @@ import generate  # isort: skip (it sets how torch's threads wait, which torch re
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 import compress
 import model as model_file
@@ -77,8 +76,10 @@ class SharedInput:
         return all_gather_object(text)[0]
 
 
-def join() -> dist.Store:
+def join() -> "dist.Store":
     """Joins the processes that torchrun started -> the store of keys and values that they share."""
+    from torch.distributed.rendezvous import rendezvous  # not in every build of PyTorch
+
     store, own_rank, n = next(rendezvous("env://"))
     # Gloo moves tensors of the CPU, NCCL those of GPUs.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
