@@ -28,7 +28,7 @@ that one CUDA graph serves every length.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -2062,7 +2062,7 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
 
 # Another function that attends, which launch_attend asks first: it returns None where it is not faster.
 # extras/hopper.py sets it when it is imported.
-faster_attend: Callable[..., Tensor | None] | None = None
+faster_attend = None
 
 
 def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:

@@ -1143,14 +1143,14 @@ def test_folded_projections_equal_unfolded(group, biases, scored):
 
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
-    seen, extend = [], compress.SalsCache.extend
+    seen, extend = [], compress.Cache.extend
 
     def watched(cache, row, span, q, k, *rest):
         assert all(ref() is None for ref in seen)
         seen.append(weakref.ref(k))
         return extend(cache, row, span, q, k, *rest)
 
-    monkeypatch.setattr(compress.SalsCache, "extend", watched)
+    monkeypatch.setattr(compress.Cache, "extend", watched)
     make_engine(tiny_model(), "sals", 1, 64, **SPARSE).prefill([random_ids(60)])
     assert len(seen) == 4
 
@@ -2217,7 +2217,7 @@ def test_no_message_becomes_a_control_token(tmp_path):
 
 GOOD = json.dumps(tokenizer_json())
 DAMAGED = [  # files
-    *({"tokenizer.json": text} for text in ("{}", "[]")),
+    {"tokenizer.json": "{}"},
     {"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"},
     {"tokenizer.model": "YWI= 0\nYWM= 2\n"},  # a rank is missing
     {"tokenizer.model": "YQ== 0\nYg== 1\n"},  # bytes are missing
@@ -2226,6 +2226,7 @@ DAMAGED = [  # files
     *({"tokenizer.json": tokenizer_json(model={"merges": merges})} for merges in (5, ["a b"])),
 ]
 BAD_TOKENIZERS = [(files, ": not a valid tokenizer; download it again") for files in DAMAGED] + [
+    ({"tokenizer.json": "[]"}, ": no JSON object; download it again"),
     *((files, "no tokenizer.json and no tokenizer.model") for files in ({}, {"vocab.json": "{}"})),
     (
         {"vocab.json": '{"a": 0}', "merges.txt": "a b"},
