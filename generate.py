@@ -44,7 +44,7 @@ from torch import Tensor
 import compress
 import kernels
 import model as model_file
-from compress import Cache, Context, cache_bytes, dense_bytes, load_artifact, method_named, settings_from
+from compress import Cache, CacheContext, cache_bytes, dense_bytes, load_artifact, method_named, settings_from
 from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, human
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
@@ -139,7 +139,13 @@ class Engine:
     any prompt is read; the graph is right for every length, because lengths are read on the device."""
 
     def __init__(
-        self, model: Llama, caches: list, context: Context, sampling: Sampling, compiled=False, graphed=False
+        self,
+        model: Llama,
+        caches: list,
+        context: CacheContext,
+        sampling: Sampling,
+        compiled=False,
+        graphed=False,
     ):
         self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
         self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
@@ -214,15 +220,17 @@ class Engine:
         """Views of all that a row of n tokens is: its part of every cache, its place, what comes next."""
         parts = {"pos": self.pos[row], "next": self.tokens[row], "logits": self.logits[row]}
         for i, cache in enumerate(self.caches):
-            parts |= {f"{i}.{name}": x for name, x in cache.used(row, n).items()}
+            parts |= {f"{i}.{name}": x for name, x in cache.row_state(row, n).items()}
         return parts
 
     def put(self, row: int, n: int, parts: dict[str, Tensor]) -> None:
         """Makes a row one of n tokens, of the parts that `used` gave of another."""
-        for cache in self.caches:
-            cache.clear(row)
-        for name, x in self.used(row, n).items():
-            x[None][FIRST] = parts[name].to(x.device)
+        self.pos[row] = parts["pos"]
+        self.tokens[row] = parts["next"]
+        self.logits[row] = parts["logits"]
+        for i, cache in enumerate(self.caches):
+            names = cache.row_state(row, n)
+            cache.restore_row(row, n, {name: parts[f"{i}.{name}"] for name in names})
 
     def check_logits(self) -> None:
         """Raises UserError where the last logits are no numbers to choose by."""
@@ -417,14 +425,14 @@ def plan_caches(model: Llama, method: str, settings, artifact: dict, capacity: i
     """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return method_named(method).build(shadow, settings, Context(shadow, 1, capacity), artifact)
+    return method_named(method).build(shadow, settings, CacheContext(shadow, 1, capacity), artifact)
 
 
 def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
     """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
     caches, device = plan_caches(model, method, settings, artifact, capacity), model.norm.weight.device
-    needs = {"cpu": sum(cache.host_bytes() for cache in caches)}
-    return needs | {device.type: needs.get(device.type, 0) + sum(cache.formula() for cache in caches)}
+    needs = {"cpu": sum(cache.bytes_host() for cache in caches)}
+    return needs | {device.type: needs.get(device.type, 0) + sum(cache.bytes_formula() for cache in caches)}
 
 
 def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> None:
@@ -529,7 +537,7 @@ class LLM:
         check_capacity(capacity, c, "--context")
         artifact = load_artifact(self.source, self.method, model)
         check_memory(model, self.method, settings, artifact, rows, capacity)
-        context = Context(model, rows, capacity, self.kernels)
+        context = CacheContext(model, rows, capacity, self.kernels)
         caches = method_named(self.method).build(model, settings, context, artifact)
         if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
             print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
@@ -656,9 +664,9 @@ class LLM:
     def held(self) -> dict[str, float]:
         """Of all rows: tokens held; their bytes in all memory; these as a share of dense's."""
         lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
-        parts = (cache.used(row, n) for cache in caches for row, n in enumerate(lengths) if n)
+        parts = (cache.row_state(row, n) for cache in caches for row, n in enumerate(lengths) if n)
         size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
-        dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.capacity)
+        dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.max_seq_length)
         return {"tokens": tokens, "bytes": size, "share": size / max(1, dense)}
 
     def identity(self) -> dict[str, str]:
@@ -681,7 +689,7 @@ class LLM:
             for name, x in parts.items():
                 tensors[f"{len(lengths)}.{name}"] = x[None][FIRST][0].cpu()
             lengths.append(n)
-        facts = SavedFacts(lengths, self.engine.context.capacity, note)
+        facts = SavedFacts(lengths, self.engine.context.max_seq_length, note)
         compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
 
     def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:

@@ -418,25 +418,25 @@ def launch_append(
     )
 
 
-def append(where: tuple, latents, latent: Tensor, values, v: Tensor, kernel: bool) -> None:
-    """Writes tokens' latents [n, r] and values v [n, Hkv, D] to their stores, of mixed and of spread codes;
-    where: as these have it. The kernel writes one new token of each row."""
-    if kernel and isinstance(where[1], Tensor):
-        lead, latent_scale, rest = latents.parts()
-        codes, scale = values.parts()
-        launch_append(
-            latent,
-            v,
-            where[1].int(),
-            lead,
-            latent_scale,
-            rest,
-            codes.transpose(1, 2),  # as it lies in memory: a token's heads side by side
-            scale.transpose(1, 2),
-        )
-    else:
-        latents.write(where, latent[:, None])
-        values.write(where, v)
+def append(pos: Tensor, latents, latent: Tensor, values, v: Tensor, *, kernel: bool) -> None:
+    """Writes one new token of each row, at positions pos [B]: its latent [B, r] to a store of mixed codes,
+    and its values v [B, Hkv, D] to a store of spread codes that lie by token."""
+    if not kernel:
+        latents.write_token(pos, latent[:, None])
+        values.write_token(pos, v)
+        return
+    lead, latent_scale, rest = latents.parts()
+    codes, scale = values.parts()
+    launch_append(
+        latent,
+        v,
+        pos.int(),
+        lead,
+        latent_scale,
+        rest,
+        codes.transpose(1, 2),  # as it lies in memory: a token's heads side by side
+        scale.transpose(1, 2),
+    )
 
 
 # ---------------------------------------------------------------------------------------- queries of blocks
@@ -1338,28 +1338,34 @@ def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
 
 
 def select(
-    scores: Tensor, pos: Tensor, budget: tuple, wanted: Tensor | None = None, recent=False, *, kernel: bool
+    scores: Tensor,
+    pos: Tensor,
+    budget: tuple[int, int, int],
+    wanted: Tensor | None = None,
+    recent: bool = False,
+    *,
+    kernel: bool,
 ) -> Tensor:
-    """The tokens of a budget (x, y, z): x sinks and, of the tokens between these and the z recent ones, the y
-    best; with `recent` these, too.
+    """The tokens of a budget: its n_sinks first ones, and of those between these and the n_recent last ones
+    the n_selected best. With `recent` the last ones, too.
 
-    scores [B, ..., S] fp32, of which -inf and NaN are never chosen, pos [B] -> index [B, ..., x + y or
-    x + y + z] int32, -1 where there is no such token. The sinks come first, the others are not sorted.
-    wanted [B]: how many of the y count; None: all."""
-    x, y, z = budget
+    scores [B, Hkv or 1, G or 1, S] fp32, of which -inf and NaN are never chosen; pos [B] -> an index
+    [B, Hkv or 1, G or 1, n] int32, -1 where there is no such token. The sinks come first, then the selected
+    ones, not sorted, then the recent ones. wanted [B]: how many are selected in each row; None: all."""
+    n_sinks, n_selected, n_recent = budget
     S = scores.shape[-1]
-    if kernel and y and not select_passes(S, y):
-        heads = scores.shape[1:-1].numel()  # each selects for itself, as a row of its own
-        pos_of_head = pos.int().repeat_interleave(heads)
-        wanted_of_head = None if wanted is None else wanted.int().repeat_interleave(heads)
-        index = launch_select(scores.flatten(0, -2), pos_of_head, x, y, z, wanted_of_head)
+    if kernel and n_selected and not select_passes(S, n_selected):
+        sets = scores.shape[1:-1].numel()  # each is a row of its own
+        pos_of_set = pos.int().repeat_interleave(sets)
+        wanted_of_set = None if wanted is None else wanted.int().repeat_interleave(sets)
+        index = launch_select(scores.flatten(0, -2), pos_of_set, n_sinks, n_selected, n_recent, wanted_of_set)
         index = index.unflatten(0, scores.shape[:-1])
     else:
-        index = select_reference(scores, pos, x, y, z, wanted)
-    if not recent:
+        index = select_reference(scores, pos, n_sinks, n_selected, n_recent, wanted)
+    if not recent or n_recent == 0:
         return index
     one_a_row = (-1, *[1] * (index.ndim - 1))
-    newest = pos.view(one_a_row) - torch.arange(z, device=pos.device)  # [B, 1, ..., z]
+    newest = pos.view(one_a_row) - torch.arange(n_recent, device=pos.device)  # [B, 1, 1, n_recent]
     return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
@@ -1388,32 +1394,34 @@ def attend_plain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | N
 
 
 def attend_reference(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, window, scale: float
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact, scale: float
 ) -> Tensor:
     """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the codes."""
     Hkv, S = values.kernel_form()[0].shape[1:3]
+    if index is not None:
+        live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
+        chosen = index.clamp(min=0).long()
+        k = keys.read(chosen).flatten(1, 2)  # [B, Hkv or Hq, n, D]
+        v = values.read(chosen).flatten(1, 2)
+        return attend_rows(q, k, v, live, pos, exact, scale=scale, kernel=False)
+
     tokens = torch.arange(S, device=pos.device)
-    if index is None and not window and keys.kind == "plain" and values.bits == 16:
+    if not exact and keys.kind == "plain" and values.bits == 16:
         return attend_plain(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
-    if index is None:
-        z = window[0].z if window else 0
-        grouped, last = q.unflatten(1, (Hkv, -1)), pos[:, None, None, None]
-        logits = keys.logits(grouped, pos).float()  # [B, Hkv, G, S]
-        logits = logits.masked_fill(tokens > last - z, -torch.inf)
-        if window:  # its slots fill from the left
-            empty = torch.arange(z, device=pos.device) > last
-            exact = window[0].logits(grouped, pos).float().masked_fill(empty, -torch.inf)
-            logits = torch.cat((logits, exact), -1)
-        weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
-        out = values.mix(weights[..., :S], pos)
-        if window:
-            out = out + window[1].mix(weights[..., S:], pos)
-        return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
-    index = index[:, None] if index.ndim == 2 else index
-    sets = index.unflatten(1, (min(Hkv, index.shape[1]), -1))  # [B, 1 or Hkv, 1 or G, n]
-    chosen, live = sets.clamp(min=0).long().flatten(2), index >= 0
-    k, v = (x.read(pos, chosen).unflatten(2, sets.shape[2:]).flatten(1, 2) for x in (keys, values))
-    return attend_rows(q, k, v, live.expand(-1, k.shape[1], -1), pos, window, scale=scale, kernel=False)
+    last = pos[:, None, None, None]
+    n_recent = exact[0].n_recent if exact else 0
+    grouped = q.unflatten(1, (Hkv, -1))
+    logits = keys.logits(grouped).float()  # [B, Hkv, G, S]
+    logits = logits.masked_fill(tokens > last - n_recent, -torch.inf)
+    if exact:  # its slots fill from the left
+        is_empty = torch.arange(n_recent, device=pos.device) > last
+        of_recent = exact[0].logits(grouped).float().masked_fill(is_empty, -torch.inf)
+        logits = torch.cat((logits, of_recent), -1)
+    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
+    out = values.mix(weights[..., :S])
+    if exact:
+        out = out + exact[1].mix(weights[..., S:])
+    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
 
 class Packing(NamedTuple):
@@ -2156,37 +2164,63 @@ def attend_config(kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: b
 
 
 def attend(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None = None, window=(), *, scale: float,
-    kernel: bool
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    keys,
+    values,
+    pos: Tensor,
+    index: Tensor | None = None,
+    exact: Sequence = (),
+    *,
+    scale: float,
+    kernel: bool,
+) -> Tensor:
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
 
-    keys, values: stores (compress.py), which give kind, bits, kernel_form() and what attend_reference calls.
-    index [B, n], [B, Hkv, n] or [B, Hq, n]: tokens, negative for none; else all up to pos. window: two
-    Windows, attended besides (without an index: in the place of the last z)."""
+    keys, values: stores (compress.Store). index [B, Hkv or 1, G or 1, n]: the tokens that are attended, -1
+    for none; None: all up to pos. exact: no stores, or two of exact keys and values that lie by token
+    (compress.ExactStore), whose tokens are attended besides, or without an index in the place of the last."""
     unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
-    if not kernel or unpackable or keys.kind not in KEYS or index is not None and not index.numel():
-        return attend_reference(q, keys, values, pos, index, window, scale)
-    if index is not None:  # of one set a row, rows may lie apart
-        index = index.int() if index.ndim == 2 else index.int().contiguous()
-    stores = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-    exact = [store.vectors.transpose(1, 2) for store in window]
-    return launch_attend(q.contiguous(), *stores, pos.int(), index, exact, scale)
+    nothing_chosen = index is not None and not index.numel()
+    if not kernel or unpackable or keys.kind not in KEYS or nothing_chosen:
+        return attend_reference(q, keys, values, pos, index, exact, scale)
+    stored = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
+    exact = [store.vectors.transpose(1, 2) for store in exact]
+    if index is not None:
+        index = kernel_index(index, n_kv_heads=stored[2][0].shape[1])
+    return launch_attend(q.contiguous(), *stored, pos.int(), index, exact, scale)
+
+
+def kernel_index(index: Tensor, n_kv_heads: int) -> Tensor:
+    """An index [B, Hkv or 1, G or 1, n] as launch_attend takes it: int32 [B, n], [B, Hkv, n] or
+    [B, Hq, n]."""
+    if index.shape[1] == index.shape[2] == 1:
+        return index[:, 0, 0].int()  # one set a row: rows may lie apart
+    return index.expand(-1, n_kv_heads, -1, -1).flatten(1, 2).int().contiguous()
 
 
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, live: Tensor, pos: Tensor, window=(), *, scale: float, kernel: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    live: Tensor,
+    pos: Tensor,
+    exact: Sequence = (),
+    *,
+    scale: float,
+    kernel: bool,
 ) -> Tensor:
     """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D], and over
-    a window as in attend."""
+    exact tokens as in attend."""
     if kernel:
         index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
-        exact = [store.vectors.transpose(1, 2) for store in window]
+        exact = [store.vectors.transpose(1, 2) for store in exact]
         return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, exact, scale)
-    if window:  # its slots fill from the left
-        filled = torch.arange(window[0].tokens, device=pos.device) <= pos[:, None]
-        k, v = (torch.cat((x, w.read(pos)), 2) for x, w in zip((k, v), window, strict=True))
-        live = torch.cat((live, filled[:, None].expand(-1, live.shape[1], -1)), -1)
+    if exact:  # its slots fill from the left
+        exact_k, exact_v = exact
+        is_filled = torch.arange(exact_k.n_tokens, device=pos.device) <= pos[:, None]  # [B, slots]
+        k = torch.cat((k, exact_k.read_all()), 2)
+        v = torch.cat((v, exact_v.read_all()), 2)
+        live = torch.cat((live, is_filled[:, None].expand(-1, live.shape[1], -1)), -1)
     return attend_plain(q, k, v, live, scale)
 
 

@@ -7,7 +7,7 @@ Layouts, used everywhere in this project:
     q    [..., Hq, D]    k, v [..., Hkv, D]    query head h reads key/value head h // G
 RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables are fp32.
 
-One seam: Attention computes q, k and v BEFORE RoPE and hands them to `attend`, which is a cache's extend, a
+One seam: Attention computes q, k and v BEFORE RoPE and hands them to `attend`, which is a cache's prefill, a
 cache's decode, or plain causal attention in training. What a method stores, and how, is the cache's business.
 """
 
@@ -226,10 +226,9 @@ class Llama(nn.Module):
         """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
 
         Layer by layer, so that one layer's full K and V exist at a time; tick is called after each."""
-        span = slice(start, start + len(tokens))
         x = self.embed(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
-            x += layer.attention(layer.attention_norm(x), partial(cache.extend, row, span))
+            x += layer.attention(layer.attention_norm(x), partial(cache.prefill, row, start))
             for chunk in x.split(self.MLP_CHUNK):
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
             tick()

@@ -50,7 +50,7 @@ import generate
 import kernels
 import model as model_file
 from calibrate import fit_sals, save_artifact
-from compress import METHODS, Context, DenseCache, load_artifact, method_named, quantize
+from compress import METHODS, CacheContext, DenseCache, load_artifact, method_named, quantize
 from generate import Engine, Sampling, decode_rows
 from kernels import attend_plain
 from model import (
@@ -200,21 +200,26 @@ OF_THE_CAPACITY = {"kivi": 1e-5}  # how far logits of a larger cache may be off:
 EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
 
 
-class ExactStore(compress.TokenStore):
+class PlainValues(compress.TokenStore):
     """Stands for CodedStore where a test needs values that lose nothing."""
 
-    def __init__(self, context, heads, tokens, width, bits, by_token=False):
-        super().__init__(context, heads, tokens, width, by_token)
+    def __init__(self, context, n_heads, n_tokens, width, bits):
+        super().__init__(context, n_heads, n_tokens, width)
+
+
+class PlainValuesByToken(compress.ByToken, PlainValues):
+    """Stands for the values of the paper's SALS, likewise."""
 
 
 def make_engine(model, method, rows: int, capacity: int, artifact=None, kernel=None, **options) -> Engine:
     """By default with an artifact_of the model. options: a method's, compiled, graphed, exact_values and
     block, of SALS's scores, which is short in short caches."""
-    context, artifact = Context(model, rows, capacity, kernel), artifact or artifact_of(method, model)
+    context, artifact = CacheContext(model, rows, capacity, kernel), artifact or artifact_of(method, model)
     how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("exact_values", False):
-            patch.setattr(compress, "CodedStore", ExactStore)
+            patch.setattr(compress, "CodedStore", PlainValues)
+            patch.setattr(compress, "PaperSalsValues", PlainValuesByToken)
         patch.setattr(compress, "SCORE_BLOCK", options.pop("block", 16 if capacity < 512 else 512))
         caches = method_named(method).build(model, compress.settings_from(method, options), context, artifact)
     return Engine(model, caches, context, Sampling(), **how)
@@ -268,7 +273,7 @@ def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
 
 def reads(cache, n: int, q, k, v):
     """The cache, row 0 of which has now read the first n tokens of a stream as a prompt."""
-    cache.extend(0, slice(0, n), q[:n], k[:n], v[:n])
+    cache.prefill(0, 0, q[:n], k[:n], v[:n])
     return cache
 
 
@@ -289,21 +294,38 @@ def step(cache, n: int, q, k, v) -> torch.Tensor:
     return cache.decode(pos, *(x[n].expand(rows, *x[n].shape) for x in (q, k, v)))
 
 
-def attended(cache, pos, index, live, recent) -> torch.Tensor:
-    """Which tokens each query head attends, as the cache has reported to `watch`: [B, Hq, S]."""
-    c, S = cache.config, cache.context.capacity
-    index, live = (x.view(*x.shape[:-1], *[1] * (4 - x.ndim), -1) for x in (index.long(), live))
-    index = index.where(live, S).expand(-1, c.n_kv_heads, c.group, -1)
-    chosen = torch.zeros(*index.shape[:3], S + 1, dtype=torch.bool).scatter(3, index, True)
+def attended(cache, pos, index) -> torch.Tensor:
+    """Which tokens each query head attends at a step whose `select` gave an index: [B, Hq, S]."""
+    c = cache.config
+    S = cache.context.max_seq_length
+    index = index.long().expand(-1, c.n_kv_heads, c.group, -1)
+    none = index.where(index >= 0, S)  # one place more, which is cut off
+    chosen = torch.zeros(*index.shape[:3], S + 1, dtype=torch.bool).scatter(3, none, True)
+    n_recent = cache.exact[0].n_recent if cache.exact else 0
     age = pos.view(-1, 1, 1) - torch.arange(S)
-    return chosen[..., :S].flatten(1, 2) | (age >= 0) & (age < recent)
+    return chosen[..., :S].flatten(1, 2) | (age >= 0) & (age < n_recent)
+
+
+def see_selections(cache, seen: list) -> None:
+    """From now on each step of the cache adds to `seen` what it attends."""
+    select = getattr(type(cache), "select", None)
+    if select is None:  # it attends all
+        return
+
+    def select_and_see(pos, *args):
+        index = select(cache, pos, *args)
+        if index is not None:
+            seen.append(attended(cache, pos, index))
+        return index
+
+    cache.select = select_and_see
 
 
 def watched_step(cache, n: int, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of step n of row 0, and which tokens its query heads attend [Hq, S]."""
     seen = []
-    cache.watch = lambda *said: seen.append(attended(cache, *said)[0])
-    return step(cache, n, q, k, v), seen[0]
+    see_selections(cache, seen)
+    return step(cache, n, q, k, v), seen[0][0]
 
 
 def tiny_tokens(rows: int, length: int) -> torch.Tensor:
@@ -535,7 +557,9 @@ def test_a_saved_row_is_as_large_as_the_ledger_of_a_cache_that_it_fills(method, 
         assert llm.held()["tokens"] == n
         size = sum(x.nbytes for name, x in saved.items() if re.match(r"0\.\d+\.", name))
         caches = llm_over(method, 1, n, **options).engine.caches
-        assert size == sum(cache.formula() + cache.host_bytes() for cache in caches) == llm.held()["bytes"]
+        assert (
+            size == sum(cache.bytes_formula() + cache.bytes_host() for cache in caches) == llm.held()["bytes"]
+        )
         assert not any(name.startswith("1.") for name in saved)  # an empty row
 
 
@@ -601,39 +625,41 @@ def by_head(cache, q, k, v, n: int, start, step):
 
 def pure_sals(cache, row, n, q, k, v):
     """Of both variants: the paper's step, and ours."""
-    rotated, bits = cache.rope(k, slice(0, len(k))), cache.values.bits
-    if ours := isinstance(cache, compress.SalsCache):
-        maps = cache.down, cache.keys.basis.flatten(0, 1), cache.mean
+    bits = cache.values.bits
+    k_rotated = cache.rope_from(k, 0)
+    how = {"r_score": cache.r_score, "bits": bits, "budget": cache.budget, "rope": cache.rope}
+    if isinstance(cache, compress.SalsCache):
+        step = compress.sals_step_ours
+        how["maps"] = compress.SalsMaps(cache.down, cache.keys.basis.flatten(0, 1), cache.mean)
+        how["blocks"] = cache.blocks
+        how["mean_blocks"] = cache.mean_blocks
         latents = kernels.quantize_mixed((k.flatten(1) - cache.mean) @ cache.down, cache.r_score)
         coded = *latents, *kernels.quantize_spread(v, bits)
+        kind = compress.SalsStoredOurs
     else:
+        step = compress.sals_step
+        how["U"] = cache.U
         coded = k.flatten(1) @ cache.U, *quantize(v, bits, 16)
-    stored = tuple(x[:n] for x in (*coded, rotated, v))
-    how = cache.r_score, bits, cache.budget, cache.rope
+        kind = compress.SalsStored
+    stored = kind(*(x[:n] for x in (*coded, k_rotated, v)))
     for i in range(n, len(q)):
-        if ours:
-            given = stored, maps, *how, cache.blocks, cache.runs
-            out, chosen, stored = compress.sals_step_ours(q[i], k[i], v[i], *given)
-        else:
-            out, chosen, stored = compress.sals_step(q[i], k[i], v[i], stored, cache.U, *how)
+        out, chosen, stored = step(q[i], k[i], v[i], stored, **how)
         yield out.flatten(), [chosen] * cache.config.n_kv_heads
 
 
 def pure_lrqk(cache, row, n, q, k, v):
     """Of both variants: the paper's step, and ours."""
-    rotated = q, k = [cache.rope(x, slice(0, len(x))).double() for x in (q, k)]
-    grouped, old, how = q.unflatten(1, (k.shape[1], -1)), max(0, n - cache.z), (cache.chosen, cache.z)
-    if not isinstance(cache, compress.PaperLrqkCache):
-        moments = (compress.lrqk_moments(x[:n])[0] for x in (grouped, k[:, :, None]))
-        pairs = list(zip(*compress.lrqk_optimum(*moments, cache.rank), strict=True))  # W_Q, W_K of each head
+    q = cache.rope_from(q, 0).double()
+    k = cache.rope_from(k, 0).double()
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    _, n_selected, n_recent = cache.budget
+    n_old = max(0, n - n_recent)
 
-        def start_ours(h):
-            return k[:n, h] @ pairs[h][1], k[:n, h], v[:n, h].double()
+    def start_ours(h):
+        return k[:n, h] @ w_k[h], k[:n, h], v[:n, h].double()
 
-        def step_ours(i, h, q, k, v, stored):
-            return compress.lrqk_step_ours(q, k, v.double(), stored, *pairs[h], *how)
-
-        return by_head(cache, *rotated, v, n, start_ours, step_ours)
+    def step_ours(i, h, q, k, v, stored):
+        return compress.lrqk_step_ours(q, k, v.double(), stored, w_q[h], w_k[h], n_selected, n_recent)
 
     def start(h):  # Algorithm 1; the last query selects
         own = grouped[:n, h].flatten(0, 1), k[:n, h]
@@ -641,20 +667,28 @@ def pure_lrqk(cache, row, n, q, k, v):
         factors = explicit_lrqk(*own, *(x[:, columns] for x in own), 2)
         bases = (torch.linalg.solve(a.mT @ a, a.mT @ x) for a, x in zip(factors, own, strict=True))
         (a_q, a_k), last = factors, grouped.shape[2]
-        weights = (a_q[-last:] @ a_k[:old].mT / 4).log_softmax(-1).amax(0)  # D is 16
-        chosen = weights.topk(min(cache.chosen, old)).indices
-        return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(old, n)))
+        weights = (a_q[-last:] @ a_k[:n_old].mT / 4).log_softmax(-1).amax(0)  # D is 16
+        chosen = weights.topk(min(n_selected, n_old)).indices
+        return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(n_old, n)))
 
     def step(i, h, q, k, v, state):
-        out, chosen, *state = compress.lrqk_step(q, k, v.double(), *state, *how)
-        return out, chosen, (*state, chosen)
+        stored, bases, omega = state
+        out, omega, stored, bases = compress.lrqk_step(
+            q, k, v.double(), stored, bases, omega, n_selected, n_recent
+        )
+        return out, omega, (stored, bases, omega)
 
-    return by_head(cache, *rotated, v, n, start, step)
+    if isinstance(cache, compress.PaperLrqkCache):
+        return by_head(cache, q, k, v, n, start, step)
+    gram_q, _ = compress.lrqk_moments(grouped[:n])
+    gram_k, _ = compress.lrqk_moments(k[:n, :, None])
+    w_q, w_k = compress.lrqk_optimum(gram_q, gram_k, cache.rank)
+    return by_head(cache, q, k, v, n, start_ours, step_ours)
 
 
 def pure_loki(cache, row, n, q, k, v):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
-    basis, reduced = cache.basis, cache.settings.reduced
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
+    basis, reduced = cache.P, cache.settings.reduced
 
     def step(i, h, q, k, v, stored):
         count = i + 1 if reduced else compress.kept_tokens(cache.settings.k, i + 1)
@@ -665,7 +699,7 @@ def pure_loki(cache, row, n, q, k, v):
 
 
 def pure_kivi(cache, row, n, q, k, v):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
 
     def step(i, h, q, k, v, stored):
         out, stored = compress.kivi_step(q, k, v, stored, cache.keys.bits, cache.keys.R)
@@ -675,8 +709,8 @@ def pure_kivi(cache, row, n, q, k, v):
 
 
 def pure_fdc(cache, row, n, q, k, v, latent):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
-    bases = [basis[:, :rank] for basis, rank in zip(cache.basis, cache.k_ranks, strict=True)]
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
+    bases = [basis[:, :rank] for basis, rank in zip(cache.R, cache.k_ranks, strict=True)]
     values = latent.split(cache.v_ranks, -1)
 
     def step(i, h, q, k, v, stored):
@@ -734,9 +768,9 @@ def test_a_cache_does_as(name, group, request):
     streams = [[torch.randn(70, *shape) * 2 for shape in shapes] for _ in prompts]
     ragged = list(enumerate(zip(prompts, streams, strict=True)))
     for row, (n, tokens) in ragged:
-        cache.extend(row, slice(0, n), *(x[:n] for x in tokens))
+        cache.prefill(row, 0, *(x[:n] for x in tokens))
     truth, seen = [list(itertools.islice(pure(cache, row, n, *x), 40)) for row, (n, x) in ragged], []
-    cache.watch = lambda *said: seen.append(attended(cache, *said).unflatten(1, (8 // group, group)))
+    see_selections(cache, seen)
     for i in range(40):
         pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
         new = zip(*([x[n + i] for x in tokens] for _, (n, tokens) in ragged), strict=True)
@@ -746,7 +780,7 @@ def test_a_cache_does_as(name, group, request):
             assert error(out[row].flatten(), want) < 1e-5, (i, row)
             for h, tokens in enumerate(chosen or ()):
                 if tokens is not None:  # one set [n], or each query head's [G, n]
-                    got = seen[-1][row, h]
+                    got = seen[-1][row].unflatten(0, (8 // group, group))[h]
                     sets = torch.zeros_like(got).scatter(1, tokens.expand(group, -1), True)
                     assert torch.equal(got, sets), (i, row, h)
 
@@ -787,29 +821,29 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     """Exactly, for every query: past() in any order, then the new tokens up to its own. What past() gives is
     what each store reads; tokens that a cache keeps exactly are exact there."""
     cache, (q, k, v) = scene(method, 40, 57, 60, **options | skip_none(method))
-    past, pos, k_all = [x.clone() for x in cache.past(0, 40)], torch.tensor([39]), cache.rope(k, slice(0, 57))
+    past, k_all = [x.clone() for x in cache.past(0, 40)], cache.rope_from(k, 0)[:57]
     for store in cache.modules():
-        if hasattr(store, "past") and hasattr(store, "read") and store not in cache.window:
-            got, read = store.past(0, 40), store.read(pos)[0].transpose(0, 1)
+        if isinstance(store, (compress.TokenStore, compress.RebuiltKeys)) and store not in cache.exact:
+            got, read = store.of_row(0, 40), store.read_all()[0].transpose(0, 1)
             assert error(got, read[: len(got)]) < 1e-6, store
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
     exact = EXACT.get(method, lambda *_: near)(cache, torch.arange(40)[:, None])
     assert torch.equal(near, exact.expand_as(near))
-    out = cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    out = cache.prefill(0, 40, q[40:], k[40:], v[40:])
     k_all, v_all = (torch.cat(pair) for pair in zip(past, (k_all[40:], v[40:]), strict=True))
     live = torch.arange(len(k_all)) < len(past[0]) + 1 + torch.arange(17)[:, None]
     keys, values = (x.transpose(0, 1).expand(17, -1, -1, -1) for x in (k_all, v_all))
-    assert error(out, attend_plain(cache.rope(q[40:], slice(40, 57)), keys, values, live)) < 1e-5
+    assert error(out, attend_plain(cache.rope_from(q[40:], 40), keys, values, live)) < 1e-5
 
 
-def test_a_window_writes_each_of_its_slots_once():
-    context = Context(tiny_model(), 1, 60)
+def test_a_ring_store_writes_each_of_its_slots_once():
+    context = CacheContext(tiny_model(), 1, 60)
     spans = itertools.combinations((0, 2, 4, 7, 30, 31, 33, 60), 2)
     for x, z, (start, stop) in itertools.product((0, 1, 4), (1, 8), spans):
-        window = compress.Window(context, 1, 16, x, z)
-        kept = window.kept(slice(start, stop))
+        store = compress.RingStore(context, 1, 16, x, z)
+        kept = store.kept(start, stop)
         assert kept.tolist() == [p for p in range(start, stop) if p < x or p >= stop - z]
-        assert len(set(window.slot(kept).tolist())) == len(kept)
+        assert len(set(store.slot(kept).tolist())) == len(kept)
 
 
 KEEP_15 = {"k": 10, "recent": 5}
@@ -839,7 +873,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
     dense = reads(DenseCache(cache.context), n_prompt, *qkv)
     for n in range(n_prompt, 75):
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
-        rotated = dense.rope(qkv[0][n], n)
+        rotated = dense.rope(qkv[0][n], torch.tensor(n))
         keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors))
         assert error(out, attend_plain(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or best == "early" else budget
@@ -880,8 +914,8 @@ def test_measured_bytes_equal_the_formula(method, options, group):
     model = tiny_model(group=group, head_dim=32)
     engine = make_engine(model, method, 3, 200, **options_for(model.config, options))
     for cache in engine.caches:
-        held = sum(b.nbytes for b in cache.buffers()) - cache.host_bytes()
-        assert cache.measured() == cache.formula() == held
+        held = sum(b.nbytes for b in cache.buffers()) - cache.bytes_host()
+        assert cache.bytes_stored() == cache.bytes_formula() == held
 
 
 def test_keep_is_the_share_of_tokens_attended():
@@ -898,7 +932,7 @@ def test_keep_is_the_share_of_tokens_attended():
 def test_bytes_of_the_paper():
     """SALS Table 2: 0.28 and 0.15 of dense; 1 / 0.15625 is the abstract's 6.4 times."""
     norm = SimpleNamespace(weight=torch.empty(0, dtype=torch.bfloat16))
-    context = Context(SimpleNamespace(config=SHAPES["llama-2-7b"], norm=norm), 1, 4096)
+    context = CacheContext(SimpleNamespace(config=SHAPES["llama-2-7b"], norm=norm), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
         settings = compress.settings_from("sals", {"variant": "paper", "rank": rank, "bits": bits})
         cache = compress.PaperSalsCache(context, settings, True, torch.zeros(4096, round(4096 * rank)))
@@ -988,7 +1022,7 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     large as trailing_gain makes them lose little more of the others than Max's 4 bits, .01154."""
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
-    gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.trailing_gain(energy, lead, 64)))))
+    gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.int4_gain(energy, lead, 64)))))
     R = compress.random_rotation(lead, 48)
     assert torch.equal(R, compress.random_rotation.__wrapped__(lead, 48))  # the same in every run
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
@@ -1083,14 +1117,14 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
     assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
     for row in range(2):
-        cache.latents.write((row, slice(0, 40)), cache.latent(k[row])[:, None])
-    keys = cache.latents.read(pos)[:, 0, :, : cache.r_score] @ up.T  # as scoring sees them
+        cache.latents.write_prompt(row, 0, cache.latent(k[row])[:, None])
+    keys = cache.latents.read_all()[:, 0, :, : cache.r_score] @ up.T  # as scoring sees them
     keys, places = keys.unflatten(-1, (4, 16)), torch.arange(40)
 
     def mean_logits(q, key, span):
         """[2, 40, Hq] of a key in each place, over the places of the `span` tokens around it."""
         near = (places // span == places[:, None] // span).float()
-        turned = cache.rope(key[:, :, None].expand(2, 40, 40, 4, 16), slice(0, 40)).repeat_interleave(2, 3)
+        turned = cache.rope_from(key[:, :, None].expand(2, 40, 40, 4, 16), 0).repeat_interleave(2, 3)
         return torch.einsum("bhd,bjphd,jp->bjh", cache.rope(q, pos), turned, near / near.sum(1, keepdim=True))
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
@@ -1102,8 +1136,8 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
         scores = cache.score(pos, x) if variant == "paper" else cache.score(pos, x, cache.rope(x, pos))
         for row, n in enumerate((pos + 1).tolist()):
             truth = logits[row, :n] / 4 if score == "sum" else (logits[row, :n] / 4).softmax(0)
-            assert error(scores[row, :n], truth.sum(1)) < 1e-5
-    assert scores[1, 25:].eq(-torch.inf).all()
+            assert error(scores[row, 0, 0, :n], truth.sum(1)) < 1e-5
+    assert scores[1, 0, 0, 25:].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
@@ -1390,7 +1424,7 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
         with contextlib.suppress(UserError):
             engine = make_engine(tiny_model(), method, 1, 60, **{name: value})
             assert logits_through(engine, [random_ids(50)], [[7]]).isfinite().all()
-            assert sum(cache.measured() + cache.host_bytes() for cache in engine.caches) < 1 << 22
+            assert sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches) < 1 << 22
         assert time.time() - started < 20
 
 
@@ -1494,7 +1528,7 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
         truth = step(cache, n, *qkv)
         for other in caches[1:]:
             assert error(step(other, n, *qkv), truth) < 1e-5
-    assert cache.host_bytes() == 4 * 64 * 2 * 16 * 4  # K and V of all tokens
+    assert cache.bytes_host() == 4 * 64 * 2 * 16 * 4  # K and V of all tokens
     rates = [c.miss_rate() for c in caches]
     assert 0 < rates[1] < rates[0] < rates[2] == 1
     for n in (20, 40):  # rates begin anew with a prompt
@@ -1526,12 +1560,12 @@ def test_lrqk_says_that_weights_are_damaged():
 def test_lrqk_writes_a_follow_up_as_decode_does(variant):
     """By the prompt's bases. The paper's bases follow each step: there by least squares on them."""
     (once, qkv), (steps, _) = (scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2))
-    once.extend(0, slice(40, 60), *(x[40:] for x in qkv))
+    once.prefill(0, 40, *(x[40:] for x in qkv))
     for n in range(40, 60):
         step(steps, n, *qkv)
     assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
-    for exact in zip(once.window, steps.window, strict=True):
-        assert torch.allclose(*(window.vectors for window in exact), atol=1e-5)
+    for exact in zip(once.exact, steps.exact, strict=True):
+        assert torch.allclose(*(store.vectors for store in exact), atol=1e-5)
     if variant == "ours":
         assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
         stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
@@ -1610,7 +1644,7 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     logits = logits_through(engine, prompts, rest.tolist())[:-1]  # [n, B, V]
     loss = F.cross_entropy(logits.flatten(0, 1), rest.T.flatten())
     assert math.exp(loss) == pytest.approx(searched, 1e-4)
-    assert sum(cache.measured() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
+    assert sum(cache.bytes_stored() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
     lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
 
@@ -2849,17 +2883,28 @@ def copied(name: str, folder: Path):
 
 def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     """From no tokens on, on plain tensors. README lists what is copied."""
-    readme, c, (q, k, v) = (ROOT / "README.md").read_text(), tiny_config(), stream(40)
+    readme = (ROOT / "README.md").read_text()
     assert listed("sals_step_ours") in readme and listed("launch_select") in readme
-    module, found = copied("sals_step_ours", tmp_path), []
-    lead, cos, sin = 16, *(table[:40] for table in rope_tables(c, 40, CPU))
-    maps = orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
+    q, k, v = stream(40)
+    cos, sin = (table[:40] for table in rope_tables(tiny_config(), 40, CPU))
+    int8_dims, scale, int4_dims = kernels.quantize_mixed(torch.zeros(0, 40), 16)
+    v_codes, v_scale = kernels.quantize_spread(v[:0], 4)
+    module = copied("sals_step_ours", tmp_path)
+    found = []
     for source in (compress, module):
-        rope = lambda x, at: source.apply_rope(x, cos[at], sin[at])  # noqa: B023, E731
-        codes = *kernels.quantize_mixed(torch.zeros(0, 40), lead), *kernels.quantize_spread(v[:0], 4)
-        new, how = (*codes, k[:0], v[:0]), (maps, lead, 4, (2, 10, 4), rope, (1, cos, sin), (1, cos, sin))
+        each_token = source.Rotations(1, cos, sin)
+        how = {
+            "maps": source.SalsMaps(orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)),
+            "r_score": 16,
+            "bits": 4,
+            "budget": source.Budget(n_sinks=2, n_selected=10, n_recent=4),
+            "rope": lambda x, at: source.apply_rope(x, cos[at], sin[at]),  # noqa: B023
+            "blocks": each_token,
+            "mean_blocks": each_token,
+        }
+        stored = source.SalsStoredOurs(int8_dims, scale, int4_dims, v_codes, v_scale, k[:0], v[:0])
         for i in range(40):
-            out, _, new = source.sals_step_ours(q[i], k[i], v[i], new, *how)
+            out, _, stored = source.sals_step_ours(q[i], k[i], v[i], stored, **how)
             found.append(out)
     assert torch.equal(torch.stack(found[40:]), torch.stack(found[:40])) and out.isfinite().all()
     assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
@@ -3043,7 +3088,7 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
 
 @needs_cuda
 def test_kernels_reach_host_memory_through_its_address():
-    context = Context(tiny_model().cuda(), 2, 50)
+    context = CacheContext(tiny_model().cuda(), 2, 50)
     shape = 3, 50, 16
     rows = compress.host_memory(context, *shape, dtype=torch.float32)
     assert rows.is_cuda and not rows.any()
@@ -3608,7 +3653,7 @@ def test_a_rank_is_the_nearest_to_its_share():
 def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
     """To the byte; where the model runs on the CPU host memory counts."""
     model, settings = tiny_model(), compress.settings_from(method, options)
-    row = sum(c.formula() + c.host_bytes() for c in make_engine(model, method, 1, 60, **options).caches)
+    row = sum(c.bytes_formula() + c.bytes_host() for c in make_engine(model, method, 1, 60, **options).caches)
     for free, rows, more, tokens in ((row, 1, 2, 30), (2 * row - 1, 1, 2, 59), (row * 5 // 2, 2, 4, 37)):
         monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
         generate.check_memory(model, method, settings, {}, rows, 60)
@@ -3943,7 +3988,11 @@ def test_the_readmes_own_method_runs(cli):
         assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
         assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
         for cache in engine.caches:
-            assert cache.measured() == cache.formula() == compress.dense_bytes(cache.context) * 24 // 80
+            assert (
+                cache.bytes_stored()
+                == cache.bytes_formula()
+                == compress.dense_bytes(cache.context) * 24 // 80
+            )
         run = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
         report = cli.json(run)
     assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4

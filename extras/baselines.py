@@ -16,15 +16,18 @@ from torch import Tensor
 import kernels
 from compress import (
     Artifact,
+    Budget,
     Cache,
-    Context,
+    CacheContext,
     DenseCache,
+    HostStore,
     KeepSettings,
     Method,
     RebuiltKeys,
+    RingStore,
     ScaledStore,
+    ScoringCache,
     TokenStore,
-    Window,
     appended,
     each_layer,
     fit_budget,
@@ -41,7 +44,15 @@ from compress import (
     ring_positions,
     setting,
 )
-from kernels import as_fp16, gather_rows, matmul_codes, pack, quantize_int8, unpack
+from kernels import (
+    as_fp16,
+    gather_rows,
+    matmul_codes,
+    pack,
+    quantize_int8,
+    token_logits,
+    unpack,
+)
 from model import Llama, UserError, apply_rope, causal_attention
 
 # ----------------------------------------------------------------------------------------------- StreamingLLM
@@ -54,22 +65,36 @@ class StreamingSettings:
     sinks: int = setting(4, "x: first tokens that are kept")
     recent: int = setting(508, "w: last tokens that are kept", within="[1, 1e9]")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        return fit_budget(capacity, self.sinks, 0, self.recent)
+    def budget(self, max_seq_length: int) -> Budget:
+        return fit_budget(max_seq_length, self.sinks, 0, self.recent)
 
 
 class StreamingCache(DenseCache):
     """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
 
-    def __init__(self, context: Context, settings: StreamingSettings):
-        x, _, z = settings.budget(context.capacity)
-        shape = context.config.n_kv_heads, context.config.head_dim, x, z
-        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
+    def __init__(self, context: CacheContext, settings: StreamingSettings):
+        super().__init__(context, *slot_stores(context, settings.budget(context.max_seq_length)))
 
-    def select(self, pos: Tensor, q: Tensor) -> None:
-        """All slots: they fill from the left, so that those up to pos hold a token."""
-        sinks = self.context.positions[: self.keys.x].expand(len(pos), -1)
-        self.report_selected(pos, sinks, sinks <= pos[:, None], recent=self.keys.z)
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
+        """The positions of the tokens in its slots, [B, 1, 1, slots]; None where there are slots for all."""
+        if self.keys.n_tokens >= self.context.max_seq_length:
+            return None
+        return self.keys.positions(pos)[:, None, None]
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write_token(pos, self.rope(k, pos), v)
+        q = self.rope(q, pos)
+        self.select(pos, q)  # for who watches: there is nothing to choose
+        # All slots are attended: they fill from the left, so that those up to pos hold a token.
+        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+
+
+def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingStore]:
+    """Slots of keys and of values for the sinks and the recent tokens of a budget."""
+    c = context.config
+    keys = RingStore(context, c.n_kv_heads, c.head_dim, budget.n_sinks, budget.n_recent)
+    values = RingStore(context, c.n_kv_heads, c.head_dim, budget.n_sinks, budget.n_recent)
+    return keys, values
 
 
 # ------------------------------------------------------------------ what the rows that select have in common
@@ -80,31 +105,42 @@ def page_tokens(pages: Tensor, page: int) -> Tensor:
     return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
 
 
-class ProxyCache(DenseCache):
-    """K and V in full, and `proxies`, a store of what scoring reads instead of K: keys in a `basis` [Hkv, D,
-    r], or [B, Hkv, D, r], one of each row."""
+class ProxyCache(ScoringCache):
+    """K and V in full, and `proxies`, a store of what scores read instead of K: keys in a `basis`
+    [Hkv, D, r]."""
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        super().write(where, k, v)
-        self.write_proxies(where, k)
+    def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
+        super().write_prompt(row, start, k, v)
+        self.proxies.write_prompt(row, start, in_basis(k, self.basis))
 
-    def write_proxies(self, where: tuple, k: Tensor) -> None:
-        basis = self.basis if self.basis.ndim == 3 else self.basis[where[0]]
-        self.proxies.write(where, in_basis(k, basis))
-
-    def select_pages(self, scores: Tensor, pos: Tensor, tail: int) -> Tensor:
-        """Tokens [B, Hkv, n], negative for none, of the last pages and the best by scores [B, Hkv, pages]."""
-        budget = 0, self.count // self.page - tail, tail
-        index = page_tokens(
-            kernels.select(scores, pos // self.page, budget, recent=True, kernel=self.kernel), self.page
-        )
-        return index.where(index <= pos[:, None, None], -1)
+    def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        super().write_token(pos, k, v)
+        self.proxies.write_token(pos, in_basis(k, self.basis))
 
     def score_bytes(self, length: int) -> int:
+        """Bytes that scores read."""
         return length * self.proxies.token_bytes
 
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + (self.score_bytes(length) if length > self.count else 0)
+        if length <= sum(self.budget):
+            return super().bytes_read(length)
+        return super().bytes_read(length) + self.score_bytes(length)
+
+
+class PageCache(ProxyCache):
+    """A cache that selects pages of `page` tokens: a method's `score` is of pages, [B, Hkv, 1, pages]. The
+    last n_last_pages are always attended."""
+
+    n_last_pages = 1
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
+        if self.covers_all():
+            return None
+        n_pages = sum(self.budget) // self.page
+        budget = Budget(n_sinks=0, n_selected=n_pages - self.n_last_pages, n_recent=self.n_last_pages)
+        pages = kernels.select(self.score(pos, q), pos // self.page, budget, recent=True, kernel=self.kernel)
+        index = page_tokens(pages, self.page)
+        return index.where(index <= pos[:, None, None, None], -1)
 
 
 # ------------------------------------------------------------------------------------------------ H2O, SnapKV
@@ -113,35 +149,52 @@ class ProxyCache(DenseCache):
 class SlotCache(DenseCache):
     """C slots a KV head, with K, V and the position of a token, -1 for none; they fill from the left.
 
-    choose(row, span, logits, position) -> which of a row's N tokens are kept [Hkv, n], in order; they are
-    those in the slots and those at positions `span`. logits [Hkv, G, W, N] are of the last W queries of a
-    prompt, `settings.window`, and position is [Hkv, N]."""
+    choose(row, start, stop, logits, position) -> which of a row's N tokens are kept [Hkv, n], in order; they
+    are those in the slots and those at positions start to stop - 1. logits [Hkv, G, W, N] are of the last W
+    queries of a prompt, `settings.window`, and position is [Hkv, N]."""
 
-    def __init__(self, context: Context, settings: object):
-        heads, (_, x, z) = context.config.n_kv_heads, settings.budget(context.capacity)
-        shape = heads, context.config.head_dim, x, z
-        super().__init__(context, *(Window(context, *shape) for _ in range(2)))
+    def __init__(self, context: CacheContext, settings: object):
+        budget = settings.budget(context.max_seq_length)
+        n_selected = budget.n_selected
+        # The selected tokens have the slots of sinks.
+        super().__init__(context, *slot_stores(context, Budget(n_selected, 0, budget.n_recent)))
         self.settings = settings
-        self.table("position", heads, x + z, fill=-1)
+        self.n_slots = self.keys.n_tokens
+        self.add_table("position", context.config.n_kv_heads, self.n_slots, fill=-1)
 
-    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        filled = int((self.position[row, 0] >= 0).sum()) if n else 0
-        return super().past(row, filled)
+    def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        n_filled = int((self.position[row, 0] >= 0).sum())
+        return super().past(row, n_filled)
 
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> None:
-        heads, positions = self.config.n_kv_heads, self.context.positions[span]
-        past = self.past(row, span.start)
-        k, v = (torch.cat(pair).transpose(0, 1) for pair in zip(past, (k, v), strict=True))  # [Hkv, N, D]
-        held = k.shape[1] - len(positions)
-        position = torch.cat((self.position[row, :, :held], positions.expand(heads, -1)), 1)  # [Hkv, N]
-        last = q[-self.settings.window :].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        stop = start + len(q)
+        q = self.rope_from(q, start)
+        k = self.rope_from(k, start)
+        past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)  # [N, Hkv, D] each
+        self.keep_best(row, start, stop, q, past_and_new_k, past_and_new_v)
+        return causal_attention(q, past_and_new_k, past_and_new_v)
+
+    def keep_best(self, row: int, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Fills a row's slots with the tokens that `choose` names, of q after RoPE and past and new k, v."""
+        n_heads = self.config.n_kv_heads
+        positions = self.context.positions[start:stop]
+        n_held = len(k) - len(positions)
+        held = self.position[row, :, :n_held]
+        position = torch.cat((held, positions.expand(n_heads, -1)), 1)  # [Hkv, N]
+        last = q[-self.settings.window :].unflatten(1, (n_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, W, D]
+        k = k.transpose(0, 1)
+        v = v.transpose(0, 1)
         logits = (last @ k[:, None].mT).float() * self.scale
         later = position[:, None, None] > positions[-last.shape[2] :, None]
-        kept = self.choose(row, span, logits.masked_fill(later, -torch.inf), position)
+        kept = self.choose(row, start, stop, logits.masked_fill(later, -torch.inf), position)
         slots = self.keys.vectors, self.values.vectors, self.position
         for slot, x in zip(slots, (k, v, position), strict=True):
             slot[row, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
         self.position[row, :, kept.shape[1] :] = -1
+
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """The positions of the tokens in the slots, which are all attended: [B, Hkv, 1, C]."""
+        return self.position[:, :, None]
 
 
 @dataclass
@@ -151,11 +204,11 @@ class H2oSettings:
     keep: float = keep_setting(512)
     window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
+    def budget(self, max_seq_length: int) -> Budget:
         """Half of the tokens are heavy hitters, half are recent."""
-        total = kept_tokens(self.keep, capacity)
-        recent = max(1, total - round(total / 2))
-        return 0, total - recent, recent
+        total = kept_tokens(self.keep, max_seq_length)
+        n_recent = max(1, total - round(total / 2))
+        return Budget(n_sinks=0, n_selected=total - n_recent, n_recent=n_recent)
 
 
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
@@ -177,46 +230,51 @@ def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent:
 class H2oCache(SlotCache):
     """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
 
-    def __init__(self, context: Context, settings: H2oSettings):
+    def __init__(self, context: CacheContext, settings: H2oSettings):
         super().__init__(context, settings)
-        self.recent = settings.budget(context.capacity)[2]
-        self.table("attention", *self.position.shape[1:], dtype=torch.float32)
+        self.recent = settings.budget(context.max_seq_length).n_recent
+        self.add_table("attention", *self.position.shape[1:], dtype=torch.float32)
 
-    def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
+    def choose(self, row: int, start: int, stop: int, logits: Tensor, position: Tensor) -> Tensor:
         attention = logits.softmax(-1).sum((1, 2))  # [Hkv, N]
-        held = min(span.start, self.count)
-        attention[:, :held] += self.attention[row, :, :held]
-        ranked = attention.masked_fill(position >= span.stop - self.recent, torch.inf)
-        kept = ranked.topk(min(self.count, span.stop)).indices.sort(-1).values
+        n_held = min(start, self.n_slots)
+        attention[:, :n_held] += self.attention[row, :, :n_held]
+        ranked = attention.masked_fill(position >= stop - self.recent, torch.inf)
+        kept = ranked.topk(min(self.n_slots, stop)).indices.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
         return kept
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        q, now = self.rope(q, pos), pos[:, None, None]
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self.rope(q, pos)
         # 1. The new token takes an empty slot, or that of the least attention that is not recent.
-        cost = self.attention.masked_fill(self.position > now - self.recent, torch.inf)
+        is_recent = self.position > pos[:, None, None] - self.recent
+        cost = self.attention.masked_fill(is_recent, torch.inf)
         victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
-        where = self.context.rows[:, None], torch.arange(victim.shape[1], device=pos.device), victim
-        self.keys.vectors[where], self.values.vectors[where] = self.rope(k, pos), v
-        self.position[where] = pos[:, None]
+        heads = torch.arange(victim.shape[1], device=pos.device)
+        slot = self.context.rows[:, None], heads, victim
+        self.keys.vectors[slot] = self.rope(k, pos)
+        self.values.vectors[slot] = v
+        self.position[slot] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
         # 2. Attend all slots, and add what each has got.
-        live = self.position >= 0
-        self.report_selected(pos, self.position, live)
-        every = torch.full_like(pos, self.count - 1)
+        live = self.select(pos, q) >= 0
+        every = torch.full_like(pos, self.n_slots - 1)
         logits = kernels.scores(
             q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
-        logits = logits.masked_fill(~live[:, :, None], -torch.inf)
+        logits = logits.masked_fill(~live, -torch.inf)
         self.attention += logits.softmax(-1).sum(2)
         return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
 
-    def used(self, row: int, n: int) -> dict[str, Tensor]:
-        slots = {name: getattr(self, name)[row, :, :n] for name in ("position", "attention")}
-        return super().used(row, n) | slots
+    def row_state(self, row: int, length: int) -> dict[str, Tensor]:
+        state = super().row_state(row, length)
+        state["position"] = self.position[row, :, :length]
+        state["attention"] = self.attention[row, :, :length]
+        return state
 
     def bytes_read(self, length: int) -> int:
-        return super().bytes_read(length) + min(length, self.count) * self.config.n_kv_heads * 8
+        slots = min(length, self.n_slots)
+        return super().bytes_read(length) + slots * self.config.n_kv_heads * 8
 
 
 @dataclass
@@ -228,10 +286,10 @@ class SnapKvSettings:
     window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]")
     pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
-        total = kept_tokens(self.keep, capacity)
-        if total < capacity:
-            left_to_select(self.keep, total, capacity, 0, self.window + self.room)
+    def budget(self, max_seq_length: int) -> Budget:
+        total = kept_tokens(self.keep, max_seq_length)
+        if total < max_seq_length:
+            left_to_select(self.keep, total, max_seq_length, 0, self.window + self.room)
         return fit_budget(total, 0, total, self.room)
 
 
@@ -254,24 +312,27 @@ def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tenso
 class SnapKvCache(SlotCache):
     """The tokens that are kept of a prompt, then those after it; the last `room` slots are a ring."""
 
-    def __init__(self, context: Context, settings: SnapKvSettings):
+    def __init__(self, context: CacheContext, settings: SnapKvSettings):
         super().__init__(context, settings)
-        self.table("dropped")  # tokens of the prompt that are not kept
+        self.add_table("dropped")  # tokens of the prompt that are not kept
 
-    def choose(self, row: int, span: slice, logits: Tensor, position: Tensor) -> Tensor:
-        last, pool = position >= span.stop - self.settings.window, self.settings.pool
-        votes = logits.softmax(-1).sum((1, 2)).masked_fill(last, 0)
-        votes = F.avg_pool1d(votes, pool, 1, pool // 2)[:, : votes.shape[1]].masked_fill(last, torch.inf)
-        room = self.keys.z if self.count < self.context.capacity else 0
-        kept = votes.topk(min(votes.shape[1], self.count - room)).indices
-        self.dropped[row] = span.stop - kept.shape[1]
+    def choose(self, row: int, start: int, stop: int, logits: Tensor, position: Tensor) -> Tensor:
+        is_last = position >= stop - self.settings.window
+        pool = self.settings.pool
+        votes = logits.softmax(-1).sum((1, 2)).masked_fill(is_last, 0)
+        votes = F.avg_pool1d(votes, pool, 1, pool // 2)[:, : votes.shape[1]]
+        votes = votes.masked_fill(is_last, torch.inf)
+        room = self.keys.n_recent if self.n_slots < self.context.max_seq_length else 0
+        kept = votes.topk(min(votes.shape[1], self.n_slots - room)).indices
+        self.dropped[row] = stop - kept.shape[1]
         return kept.sort(-1).values
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        q, place = self.rope(q, pos), pos - self.dropped
-        self.write((self.context.rows, place), self.rope(k, pos), v)
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self.rope(q, pos)
+        place = pos - self.dropped
+        self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
-        self.report_selected(pos, self.position, self.position >= 0)
+        self.select(pos, q)  # for who watches: all slots are attended
         return kernels.attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
 
 
@@ -286,10 +347,13 @@ class QuestSettings:
     page: int = setting(16, "tokens of a page", within="[1, 1e9]")
     skip: str = setting("0,1", "layers that attend every token")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
+    def budget(self, max_seq_length: int) -> Budget:
         """The selected tokens are those of as many whole pages as fit, the released code's 3 at least."""
-        count, page = kept_tokens(self.keep, capacity), min(self.page, capacity)
-        return 0, count if count == capacity else min(max(3, count // page) * page, capacity), 0
+        n_selected = kept_tokens(self.keep, max_seq_length)
+        page = min(self.page, max_seq_length)
+        if n_selected < max_seq_length:
+            n_selected = min(max(3, n_selected // page) * page, max_seq_length)
+        return Budget(n_sinks=0, n_selected=n_selected, n_recent=0)
 
 
 def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
@@ -309,37 +373,49 @@ def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int
     return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
 
 
-class QuestCache(ProxyCache):
+class QuestCache(PageCache):
     """The proxy of a page is the largest and the least key of every channel, after RoPE."""
 
-    def __init__(self, context: Context, settings: QuestSettings):
-        super().__init__(context, budget=settings.budget(context.capacity))
-        c, self.page = context.config, min(settings.page, context.capacity)
-        self.proxies = TokenStore(context, c.n_kv_heads, -(-context.capacity // self.page), 2 * c.head_dim)
+    def __init__(self, context: CacheContext, settings: QuestSettings):
+        S = context.max_seq_length
+        super().__init__(context, settings.budget(S))
+        c = context.config
+        self.page = min(settings.page, S)
+        self.proxies = TokenStore(context, c.n_kv_heads, -(-S // self.page), 2 * c.head_dim)
 
-    def write_proxies(self, where: tuple, k: Tensor) -> None:
-        row, pos = where
-        if isinstance(row, int):  # whole pages, the first from its beginning; the last token fills up
-            page = slice(pos.start // self.page, -(-pos.stop // self.page))
-            tokens = torch.arange(page.start * self.page, page.stop * self.page, device=k.device)
-            k = self.keys.vectors[row, :, tokens.clamp(max=pos.stop - 1)].transpose(0, 1)
-            low, high = k.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
-        else:
-            page, first = pos // self.page, (pos % self.page == 0)[:, None, None]
-            high, low = self.proxies.vectors[row, :, page].chunk(2, -1)  # [B, Hkv, D]
-            high, low = torch.where(first, k, high.maximum(k)), torch.where(first, k, low.minimum(k))
-        self.proxies.write((row, page), torch.cat((high, low), -1))
+    def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
+        ScoringCache.write_prompt(self, row, start, k, v)
+        # Whole pages, the first from its beginning; the last token fills up the last page.
+        stop = start + len(k)
+        first_page = start // self.page
+        n_pages = -(-stop // self.page) - first_page
+        tokens = torch.arange(first_page * self.page, (first_page + n_pages) * self.page, device=k.device)
+        keys = self.keys.vectors[row, :, tokens.clamp(max=stop - 1)].transpose(0, 1)
+        low, high = keys.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
+        self.proxies.write_prompt(row, first_page, torch.cat((high, low), -1))
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        ScoringCache.write_token(self, pos, k, v)
+        page = pos // self.page
+        is_first = (pos % self.page == 0)[:, None, None]
+        high, low = self.proxies.vectors[self.context.rows, :, page].chunk(2, -1)  # [B, Hkv, D]
+        high = torch.where(is_first, k, high.maximum(k))
+        low = torch.where(is_first, k, low.minimum(k))
+        self.proxies.write_token(page, torch.cat((high, low), -1))
+
+    def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
-        last, bounds = pos // self.page, torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
+        last_page = pos // self.page
+        bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = kernels.scores(
-            bounds, *self.proxies.scored(last), last, self.scale, "largest", kernel=self.kernel
+            bounds, self.proxies.vectors, None, last_page, self.scale, "largest", kernel=self.kernel
         )
-        return self.select_pages(scores, pos, 1)
+        return scores.unsqueeze(2)  # [B, Hkv, 1, pages]
 
-    def used(self, row: int, n: int) -> dict[str, Tensor]:
-        return super().used(row, n) | {"proxies.vectors": self.proxies.vectors[row, :, : -(-n // self.page)]}
+    def row_state(self, row: int, length: int) -> dict[str, Tensor]:
+        state = super().row_state(row, length)
+        state["proxies.vectors"] = self.proxies.vectors[row, :, : -(-length // self.page)]
+        return state
 
     def score_bytes(self, length: int) -> int:
         return super().score_bytes(-(-length // self.page))
@@ -363,10 +439,10 @@ class Int8Store(TokenStore):
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
         return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
 
-    def scored(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        return self.vectors, self.scale
+    def logits(self, q: Tensor) -> Tensor:
+        return token_logits(q, self.vectors, self.scale)
 
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+    def mix(self, weights: Tensor) -> Tensor:
         return matmul_codes(weights * self.scale[:, :, None], self.vectors)
 
 
@@ -381,29 +457,31 @@ class SalsCannSettings(QuestSettings):
 CANN_TAIL = 8  # last pages, which are always attended
 
 
-class SalsCannCache(ProxyCache):
+class SalsCannCache(PageCache):
     """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is rebuilt."""
 
-    def __init__(self, context: Context, settings: SalsCannSettings, _, artifact: Artifact, i: int):
-        shape, D = (context, context.config.n_kv_heads, context.capacity), context.config.head_dim
-        stores = (Int8Store(*shape, D) for _ in range(2))
-        super().__init__(context, *stores, budget=settings.budget(context.capacity))
-        self.page = min(settings.page, context.capacity)
-        self.tail = min(CANN_TAIL, self.count // self.page - 1)
+    def __init__(self, context: CacheContext, settings: SalsCannSettings, _, artifact: Artifact, i: int):
+        n_heads = context.config.n_kv_heads
+        S = context.max_seq_length
+        D = context.config.head_dim
+        keys = Int8Store(context, n_heads, S, D)
+        values = Int8Store(context, n_heads, S, D)
+        super().__init__(context, settings.budget(S), keys, values)
+        self.page = min(settings.page, S)
+        self.n_last_pages = min(CANN_TAIL, sum(self.budget) // self.page - 1)
         r = rank_of(0.5, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
         self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
-        self.proxies = ScaledStore(*shape, r, 4)
+        self.proxies = ScaledStore(context, n_heads, S, r, 4)
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+    def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
         query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
         logits = kernels.scores(
-            query, self.proxies.read(pos), None, pos, self.scale, "each", kernel=self.kernel
-        ).flatten(2)  # [B, Hkv, S]
-        logits = F.pad(logits, (0, -logits.shape[2] % self.page), value=-torch.inf)
-        scores = logits.unflatten(2, (-1, self.page)).logsumexp(-1)
-        return self.select_pages(scores, pos, self.tail)
+            query, self.proxies.read_all(), None, pos, self.scale, "each", kernel=self.kernel
+        )  # [B, Hkv, 1, S]
+        logits = F.pad(logits, (0, -logits.shape[-1] % self.page), value=-torch.inf)
+        return logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
 
 
 # -------------------------------------------------------------------------------------------- Double Sparsity
@@ -420,21 +498,21 @@ class DoubleSparseSettings(KeepSettings):
 class DoubleSparseCache(ProxyCache):
     """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
-    def __init__(self, context: Context, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
-        super().__init__(context, budget=settings.budget(context.capacity))
+    def __init__(self, context: CacheContext, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
+        super().__init__(context, settings.budget(context.max_seq_length))
         c = context.config
         r = rank_of(settings.channels, c.head_dim)
         channels = F.one_hot(artifact["importance"][i].topk(r).indices, c.head_dim).mT  # [Hkv, D, r_c]
         self.basis = channels.to(context.device, context.dtype)
-        self.proxies = TokenStore(context, c.n_kv_heads, context.capacity, r)
+        self.proxies = TokenStore(context, c.n_kv_heads, context.max_seq_length, r)
 
-    def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """The best by their labels: tokens [B, Hkv, n], negative where none."""
+    def score(self, pos: Tensor, q: Tensor) -> Tensor:
+        """Of their labels, the largest weight that any query of a group gives: [B, Hkv, 1, S]."""
         labels = self.proxies.vectors  # [B, Hkv, S, r_c]
         scores = kernels.scores(
             in_basis(q, self.basis), labels, None, pos, self.scale, "largest", kernel=self.kernel
         )
-        return kernels.select(scores, pos, self.budget, recent=True, kernel=self.kernel)
+        return scores.unsqueeze(2)
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
@@ -461,30 +539,36 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
 class CentredCache(DenseCache):
     """Stores hold keys after RoPE less the mean key of their row's prompt, which is rotated as they are."""
 
-    def __init__(self, context: Context, keys: TokenStore, values: TokenStore):
+    def __init__(self, context: CacheContext, keys: TokenStore, values: TokenStore):
         super().__init__(context, keys, values)
-        self.table("mean", keys.heads, keys.width, dtype=torch.float32)
+        self.add_table("mean", keys.n_heads, keys.width, dtype=torch.float32)
 
-    def write(self, where: tuple, k: Tensor, v: Tensor) -> None:
-        row, tokens = where
-        super().write(where, k - self.rope(self.mean[row], tokens), v)
+    def mean_keys(self, row: int, start: int, n: int) -> Tensor:
+        """A row's mean key after RoPE at n positions from `start` on, [n, Hkv, D]."""
+        return self.rope_from(self.mean[row].expand(n, -1, -1), start)
 
-    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
-        k, v = super().past(row, n)
-        return (k + self.rope(self.mean[row], slice(0, n))).to(k.dtype), v
+    def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
+        super().write_prompt(row, start, k - self.mean_keys(row, start, len(k)), v)
 
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> None:
-        if not span.start:
-            self.mean[row] = before.float().mean(0)
-        self.write((row, span), k, v)
+    def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        super().write_token(pos, k - self.rope(self.mean, pos), v)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        self.write((self.context.rows, pos), self.rope(k, pos), v)
+    def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        k, v = super().past(row, length)
+        return (k + self.mean_keys(row, 0, length)).to(k.dtype), v
+
+    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if start == 0:
+            self.mean[row] = k.float().mean(0)
+        return super().prefill(row, start, q, k, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.write_token(pos, self.rope(k, pos), v)
         q = self.rope(q, pos).unflatten(1, (k.shape[1], -1))
         mean = self.rope(self.mean[:, None], self.context.positions).transpose(1, 2)  # [B, Hkv, S, D]
-        keys = self.keys.read(pos) + mean  # in fp32: the mean key may be a hundred times what is left
+        keys = self.keys.read_all() + mean  # in fp32: the mean key may be a hundred times what is left
         logits = (q.to(keys) @ keys.mT).float() * self.scale
-        return kernels.attend_logits(logits, self.values.read(pos), pos, kernel=self.kernel)
+        return kernels.attend_logits(logits, self.values.read_all(), pos, kernel=self.kernel)
 
 
 @dataclass
@@ -528,9 +612,9 @@ class Fp8Store(Int8Store):
 
     kind = "fp8"  # which no kernel knows
 
-    def __init__(self, context: Context):
+    def __init__(self, context: CacheContext):
         c = context.config
-        super().__init__(context, c.n_kv_heads, context.capacity, c.head_dim)
+        super().__init__(context, c.n_kv_heads, context.max_seq_length, c.head_dim)
         self.register_buffer("scale", context.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1))
 
     def layout(self) -> dict[str, tuple]:
@@ -539,33 +623,42 @@ class Fp8Store(Int8Store):
     def parts(self) -> list[Tensor]:
         return [self.vectors, self.scale]
 
-    def write(self, where: tuple, x: Tensor) -> None:
-        row, tokens = where
-        if isinstance(row, int) and not tokens.start:
-            most, (end, growth) = x.abs().amax((0, 2))[:, None].float(), FP8_RANGE
+    def write_prompt(self, row: int, start: int, x: Tensor) -> None:
+        if start == 0:
+            most = x.abs().amax((0, 2))[:, None].float()
+            end, growth = FP8_RANGE
             self.scale[row] = torch.where(most > 0, most * growth / end, 1)
-        codes, held = (t.view(torch.uint8) for t in (fp8(x, self.scale[row]), self.vectors))
-        held[row, :, tokens] = codes.transpose(0, 1) if isinstance(row, int) else codes
+        stop = start + len(x)
+        codes = fp8(x, self.scale[row]).view(torch.uint8)
+        self.vectors.view(torch.uint8)[row, :, start:stop] = codes.transpose(0, 1)
 
-    def scored(self, pos: Tensor) -> tuple[Tensor, None]:
-        return self.read(pos), None
+    def write_token(self, pos: Tensor, x: Tensor) -> None:
+        rows = self.context.rows
+        codes = fp8(x, self.scale[rows]).view(torch.uint8)
+        self.vectors.view(torch.uint8)[rows, :, pos] = codes
 
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
-        return weights @ self.read(pos).to(weights.dtype)
+    def of_row(self, row: int, length: int) -> Tensor:
+        return self.decode(self.vectors[row, :, :length], self.scale[row]).transpose(0, 1)
 
-    def used(self, row: int, n: int) -> dict[str, Tensor]:
-        return super().used(row, n) | {"scale": self.scale[row]}
+    def logits(self, q: Tensor) -> Tensor:
+        return token_logits(q, self.read_all())
 
-    def formula(self) -> int:
-        return super().formula() + self.scale.nbytes
+    def mix(self, weights: Tensor) -> Tensor:
+        return weights @ self.read_all().to(weights.dtype)
+
+    def row_state(self, row: int, length: int) -> dict[str, Tensor]:
+        return super().row_state(row, length) | {"scale": self.scale[row]}
+
+    def bytes_formula(self) -> int:
+        return super().bytes_formula() + self.scale.nbytes
 
 
-def coded_cache(context: Context, settings: CentreSettings, store: Callable) -> Cache:
+def coded_cache(context: CacheContext, settings: CentreSettings, store: Callable) -> Cache:
     """K and V in two stores of store()."""
     return (CentredCache if settings.centre else DenseCache)(context, store(), store())
 
 
-def fp8_cache(context: Context, settings: Fp8Settings) -> Cache:
+def fp8_cache(context: CacheContext, settings: Fp8Settings) -> Cache:
     return coded_cache(context, settings, lambda: Fp8Store(context))
 
 
@@ -600,9 +693,9 @@ class LevelStore(ScaledStore):
 
     kind = "levels"  # which no kernel knows
 
-    def __init__(self, context: Context, bits: int):
+    def __init__(self, context: CacheContext, bits: int):
         width = context.config.head_dim
-        super().__init__(context, context.config.n_kv_heads, context.capacity, width, bits)
+        super().__init__(context, context.config.n_kv_heads, context.max_seq_length, width, bits)
         levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
         self.levels = torch.cat((-levels.flip(0), levels))
         self.rotation = random_rotation(width).to(context.device)
@@ -618,14 +711,14 @@ class LevelStore(ScaledStore):
     def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
         return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
 
-    def logits(self, q: Tensor, pos: Tensor) -> Tensor:
+    def logits(self, q: Tensor) -> Tensor:
         return q.float() @ self.rotation @ self.rotated(self.vectors, self.scale).mT
 
-    def mix(self, weights: Tensor, pos: Tensor) -> Tensor:
+    def mix(self, weights: Tensor) -> Tensor:
         return weights @ self.rotated(self.vectors, self.scale) @ self.rotation.mT
 
 
-def turboquant_cache(context: Context, settings: TurboQuantSettings) -> Cache:
+def turboquant_cache(context: CacheContext, settings: TurboQuantSettings) -> Cache:
     return coded_cache(context, settings, lambda: LevelStore(context, settings.bits))
 
 
@@ -642,22 +735,28 @@ class ShadowKvSettings:
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
     recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]")
 
-    def budget(self, capacity: int) -> tuple[int, int, int]:
+    def budget(self, max_seq_length: int) -> Budget:
         """Outliers stand in the place of sinks."""
-        selected, outliers, recent = fit_budget(capacity, *self.layout(capacity))
-        return outliers, selected, recent
+        selected, outliers, recent = self.layout(max_seq_length)
+        selected, outliers, recent = fit_budget(max_seq_length, selected, outliers, recent)
+        return Budget(n_sinks=outliers, n_selected=selected, n_recent=recent)
 
-    def layout(self, capacity: int) -> tuple[int, int, int]:
-        """What is stored and selected for it, whole chunks; room for all in each where all are attended."""
-        chunk = min(self.chunk, capacity)
-        outliers, recent = self.outliers * chunk, self.recent + chunk - 1
-        total, chunks = kept_tokens(self.keep, capacity), -(-capacity // chunk)
-        if total >= capacity:
-            return chunks * chunk, min(self.outliers, chunks) * chunk, min(recent, capacity)
+    def layout(self, max_seq_length: int) -> tuple[int, int, int]:
+        """What is selected, and what is stored for it beside it: tokens of chunks, of outlier chunks, recent
+        ones. Whole chunks; room for all in each where all are attended."""
+        chunk = min(self.chunk, max_seq_length)
+        outliers = self.outliers * chunk
+        recent = self.recent + chunk - 1
+        total = kept_tokens(self.keep, max_seq_length)
+        n_chunks = -(-max_seq_length // chunk)
+        if total >= max_seq_length:
+            return n_chunks * chunk, min(self.outliers, n_chunks) * chunk, min(recent, max_seq_length)
         selected = (total - outliers - recent) // chunk
         if selected < 1:
             exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
-            raise UserError(f"--keep {self.keep:g} of {capacity} leaves no chunk of {chunk} beside {exact}")
+            raise UserError(
+                f"--keep {self.keep:g} of {max_seq_length} leaves no chunk of {chunk} beside {exact}"
+            )
         return selected * chunk, outliers, recent
 
 
@@ -695,93 +794,131 @@ class ShadowKvCache(Cache):
     """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
     outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
 
-    def __init__(self, context: Context, settings: ShadowKvSettings):
+    def __init__(self, context: CacheContext, settings: ShadowKvSettings):
         super().__init__(context)
-        c, self.settings, self.chunk = context.config, settings, min(settings.chunk, context.capacity)
-        self.selected, self.outlier_tokens, self.z = settings.layout(context.capacity)
+        c = context.config
+        n_heads = c.n_kv_heads
+        D = c.head_dim
+        S = context.max_seq_length
+        self.settings = settings
+        self.chunk = min(settings.chunk, S)
+        self.selected, self.outlier_tokens, self.n_recent = settings.layout(S)
         self.r = rank_of(settings.rank, c.kv_dim)
-        heads, d = c.n_kv_heads, c.head_dim
-        self.table("basis", c.kv_dim, self.r, dtype=context.dtype)
-        self.table("latent", context.capacity, self.r, dtype=context.dtype)
-        self.table("landmark", heads, -(-context.capacity // self.chunk), d, dtype=context.dtype)
-        self.table("outlier", heads, self.outlier_tokens // self.chunk, fill=-1)
-        self.outliers = TokenStore(context, heads, self.outlier_tokens, 2 * d)
-        self.ring = Window(context, heads, 2 * d, 0, self.z)
-        self.values = TokenStore(context, heads, context.capacity, d, host=True)
+        self.add_table("basis", c.kv_dim, self.r, dtype=context.dtype)
+        self.add_table("latent", S, self.r, dtype=context.dtype)
+        self.add_table("landmark", n_heads, -(-S // self.chunk), D, dtype=context.dtype)
+        self.add_table("outlier", n_heads, self.outlier_tokens // self.chunk, fill=-1)
+        self.outliers = TokenStore(context, n_heads, self.outlier_tokens, 2 * D)
+        self.ring = RingStore(context, n_heads, 2 * D, 0, self.n_recent)
+        self.values = HostStore(context, n_heads, S, D)
 
-    def past(self, row: int, n: int) -> tuple[Tensor, Tensor]:
+    def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
-        keys = (self.latent[row, :n] @ self.basis[row].T).unflatten(1, (self.config.n_kv_heads, -1))
-        kv = torch.cat((self.rope(keys, slice(0, n)), self.values.past(row, n)), -1)
+        latents = self.latent[row, :length]
+        keys = (latents @ self.basis[row].T).unflatten(1, (self.config.n_kv_heads, -1))
+        kv = torch.cat((self.rope_from(keys, 0), self.values.of_row(row, length)), -1)
         index = page_tokens(self.outlier[row], self.chunk)  # [Hkv, m], negative for none
         head, place = (index >= 0).nonzero(as_tuple=True)
         kv[index[head, place], head] = self.outliers.vectors[row, head, place]
         return self.ring.overlay(row, kv).chunk(2, -1)
 
-    def write_chunk(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, before: Tensor) -> None:
-        flat, first = before.flatten(1), span.start // self.chunk  # the chunk that goes on, or begins
-        if not span.start:
+    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        stop = start + len(q)
+        flat = k.flatten(1)  # before RoPE
+        q = self.rope_from(q, start)
+        k = self.rope_from(k, start)
+        past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
+        # Latents, in the basis of the prompt.
+        if start == 0:
             gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
             self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-        self.latent[row, span] = flat @ self.basis[row]
-        begun = self.context.positions[first * self.chunk : span.start] % self.z  # its tokens in the ring
-        keys = torch.cat((self.ring.vectors[row, :, begun].chunk(2, -1)[0].transpose(0, 1), k))
+        self.latent[row, start:stop] = flat @ self.basis[row]
+        # Landmarks, of the chunk that goes on, or begins, and those after it.
+        first = start // self.chunk
+        begun = self.context.positions[first * self.chunk : start] % self.n_recent  # its tokens in the ring
+        begun_k, _ = self.ring.vectors[row, :, begun].chunk(2, -1)
+        keys = torch.cat((begun_k.transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
         landmark = chunks.mean(1)  # [n, Hkv, D]
         self.landmark[row, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
         kv = torch.cat((k, v), -1)
-        if not span.start:  # the outliers: old chunks that are least like their mean
-            old = max(0, len(k) - self.settings.recent) // self.chunk
-            likeness = F.cosine_similarity(chunks[:old], landmark[:old, None], dim=-1).amin(1)  # [old, Hkv]
-            ids = likeness.T.topk(min(self.outlier.shape[-1], old), largest=False).indices  # [Hkv, n]
-            self.outlier[row], self.outlier[row, :, : ids.shape[1]] = -1, ids.int()
-            tokens, heads = page_tokens(ids, self.chunk), torch.arange(len(ids), device=k.device)[:, None]
-            self.outliers.vectors[row, :, : tokens.shape[1]] = kv[tokens, heads]
-        self.values.write((row, span), v)
-        self.ring.write((row, span), kv)
+        if start == 0:
+            self.keep_outliers(row, kv, chunks, landmark)
+        self.values.write_prompt(row, start, v)
+        self.ring.write_prompt(row, start, kv)
+        return causal_attention(q, past_and_new_k, past_and_new_v)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        row = self.context.rows
-        self.latent[row, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
-        q, k = self.rope(q, pos), self.rope(k, pos)
-        self.ring.write((row, pos), torch.cat((k, v), -1))
-        self.values.write((row, pos), v)
+    def keep_outliers(self, row: int, kv: Tensor, chunks: Tensor, landmark: Tensor) -> None:
+        """Stores the old chunks of a prompt that are least like their mean: kv [S, Hkv, 2D], chunks of keys
+        [n, chunk, Hkv, D] and their means [n, Hkv, D]."""
+        n_old = max(0, len(kv) - self.settings.recent) // self.chunk
+        likeness = F.cosine_similarity(chunks[:n_old], landmark[:n_old, None], dim=-1).amin(1)  # [old, Hkv]
+        n = min(self.outlier.shape[-1], n_old)
+        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
+        self.outlier[row] = -1
+        self.outlier[row, :, : ids.shape[1]] = ids.int()
+        tokens = page_tokens(ids, self.chunk)
+        heads = torch.arange(len(ids), device=kv.device)[:, None]
+        self.outliers.vectors[row, :, : tokens.shape[1]] = kv[tokens, heads]
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n_heads = k.shape[1]
+        rows = self.context.rows
+        self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+        q = self.rope(q, pos)
+        k = self.rope(k, pos)
+        self.ring.write_token(pos, torch.cat((k, v), -1))
+        self.values.write_token(pos, v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
-        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.z
-        mean = self.ring.vectors[row[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
-        self.landmark[row, :, pos // self.chunk] = mean.to(k.dtype)
-        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
-        near = ring_positions(pos, self.z)[:, None].expand(-1, k.shape[1], -1)  # [B, Hkv, z]
-        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
-        index = self.select(pos, q, first - 1)
-        tokens = torch.cat((page_tokens(self.outlier, self.chunk), index, near), 2)  # negative for none
-        self.report_selected(pos, tokens, tokens >= 0)
+        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.n_recent
+        mean = self.ring.vectors[rows[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
+        self.landmark[rows, :, pos // self.chunk] = mean.to(k.dtype)
+        tokens = self.select(pos, q)[:, :, 0]
         # K = RoPE(A U^T) and V of the selected tokens.
-        index = index.clamp(min=0)
-        latent = self.latent[row[:, None, None], index]  # [B, Hkv, n, r]
-        rebuilt = latent @ self.basis.unflatten(1, (k.shape[1], -1)).transpose(-1, -2)
-        chosen = self.rope(rebuilt[..., None, :], index)[..., 0, :], self.values.read(None, index)
-        parts = zip(self.outliers.vectors.chunk(2, -1), chosen, self.ring.vectors.chunk(2, -1), strict=True)
-        k_all, v_all = (torch.cat(part, 2) for part in parts)
+        index = tokens[..., self.outlier_tokens : tokens.shape[-1] - self.n_recent].clamp(min=0)
+        latent = self.latent[rows[:, None, None], index]  # [B, Hkv, n, r]
+        rebuilt = latent @ self.basis.unflatten(1, (n_heads, -1)).transpose(-1, -2)
+        k_selected = self.rope(rebuilt[..., None, :], index)[..., 0, :]
+        v_selected = self.values.read(index[:, :, None])[:, :, 0]
+        k_outliers, v_outliers = self.outliers.vectors.chunk(2, -1)
+        k_recent, v_recent = self.ring.vectors.chunk(2, -1)
+        k_all = torch.cat((k_outliers, k_selected, k_recent), 2)
+        v_all = torch.cat((v_outliers, v_selected, v_recent), 2)
         return kernels.attend_rows(q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel)
 
-    def select(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
+    def select(self, pos: Tensor, q: Tensor) -> Tensor:
+        """Outliers, then the tokens of the best chunks, then the recent tokens: an index [B, Hkv, 1, n]."""
+        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
+        near = ring_positions(pos, self.n_recent)[:, None].expand(-1, self.config.n_kv_heads, -1)
+        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
+        chosen = self.select_chunks(pos, q, first - 1)
+        return torch.cat((page_tokens(self.outlier, self.chunk), chosen, near), 2)[:, :, None]
+
+    def select_chunks(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
         """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
-        outlier = (self.outlier[..., None] == torch.arange(self.landmark.shape[2], device=pos.device)).any(2)
+        chunks = torch.arange(self.landmark.shape[2], device=pos.device)
+        is_outlier = (self.outlier[..., None] == chunks).any(2)
         scores = kernels.scores(
             q, self.landmark, None, whole, self.scale, "largest", kernel=self.kernel
-        ).masked_fill(outlier, -torch.inf)
-        best = kernels.select(scores, last, (0, self.selected // self.chunk, 0), kernel=self.kernel)
-        return page_tokens(best, self.chunk)
+        ).masked_fill(is_outlier, -torch.inf)
+        budget = Budget(n_sinks=0, n_selected=self.selected // self.chunk, n_recent=0)
+        best = kernels.select(scores.unsqueeze(2), last, budget, kernel=self.kernel)
+        return page_tokens(best[:, :, 0], self.chunk)
 
-    def used(self, row: int, n: int) -> dict[str, Tensor]:
-        begun = self.landmark[row, :, : -(-n // self.chunk)]
-        return super().used(row, n) | {"latent": self.latent[row, :n], "landmark": begun}
+    def row_state(self, row: int, length: int) -> dict[str, Tensor]:
+        state = super().row_state(row, length)
+        state["latent"] = self.latent[row, :length]
+        state["landmark"] = self.landmark[row, :, : -(-length // self.chunk)]
+        return state
+
+    def bytes_host(self) -> int:
+        return self.values.vectors.nbytes
 
     def bytes_read(self, length: int) -> int:
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
-        c, recent = self.config, min(self.z, length)
+        c = self.config
+        recent = min(self.n_recent, length)
         outliers = min(self.outlier_tokens, max(0, length - recent))
         chosen = min(self.selected, max(0, length - recent - outliers))
         elements = (length // self.chunk + 2 * (outliers + recent)) * c.kv_dim
@@ -826,30 +963,35 @@ class PaluKeys(RebuiltKeys):
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
 
-    def __init__(self, context: Context, settings: PaluSettings, attention, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: PaluSettings, attention, artifact: Artifact, i: int):
         super().__init__(context)
-        basis, bias = settings.bases(artifact, i, "k"), kv_bias(attention, context.config)[0]
-        shape = len(basis), context.capacity, basis.shape[2]
-        latents, basis = TokenStore(context, *shape), basis.to(context.device)
-        self.keys = PaluKeys(latents, basis, bias.to(context.dtype))
-        self.values = TokenStore(context, *shape)
+        basis = settings.bases(artifact, i, "k")
+        bias, _ = kv_bias(attention, context.config)
+        n_heads, _, r = basis.shape
+        latents = TokenStore(context, n_heads, context.max_seq_length, r)
+        self.keys = PaluKeys(latents, basis.to(context.device), bias.to(context.dtype))
+        self.values = TokenStore(context, n_heads, context.max_seq_length, r)
 
-    def write(self, where: tuple, k: Tensor, latent: Tensor) -> None:
-        """Stores tokens, of k [n, Hkv, D] before RoPE and folded values [n, Hkv r]."""
-        self.keys.latents.write(where, in_basis(k - self.keys.bias, self.keys.basis))
-        self.values.write(where, latent.unflatten(-1, (self.config.n_kv_heads, -1)))
+    def latent(self, k: Tensor) -> Tensor:
+        """k [n, Hkv, D] before RoPE -> [n, Hkv, r]."""
+        return in_basis(k - self.keys.bias, self.keys.basis)
 
-    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((row, span), k, latent)
-        k, v = (store.past(row, span.stop) for store in (self.keys, self.values))
+    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
+        """values [n, Hkv r]: all heads', folded; v is empty."""
+        stop = start + len(q)
+        self.keys.latents.write_prompt(row, start, self.latent(k))
+        self.values.write_prompt(row, start, values.unflatten(-1, (self.config.n_kv_heads, -1)))
+        k = self.keys.of_row(row, stop)
+        v = self.values.of_row(row, stop)
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
-        return causal_attention(self.rope(q, span), k, padded)[..., : v.shape[-1]]
+        return causal_attention(self.rope_from(q, start), k, padded)[..., : v.shape[-1]]
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        self.write((self.context.rows, pos), k, latent)
-        return kernels.attend(
-            self.rope(q, pos), self.keys, self.values, pos, scale=self.scale, kernel=self.kernel
-        )
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
+        """values [B, Hkv r]: all heads', folded; v is empty."""
+        self.keys.latents.write_token(pos, self.latent(k))
+        self.values.write_token(pos, values.unflatten(-1, (self.config.n_kv_heads, -1)))
+        q = self.rope(q, pos)
+        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:
@@ -870,17 +1012,28 @@ def fit_palu(model: Llama, tokens: Tensor) -> tuple:
 
 # -------------------------------------------------------------------------------------------------- the table
 
-IMPORTANCE = "extras.baselines:fit_doublesparse", of_heads("importance")
-PALU = "extras.baselines:fit_palu", of_heads("k.basis", "v.basis")
 METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "snapkv": Method(SnapKvSettings, each_layer(SnapKvCache)),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
-    "sals_cann": Method(SalsCannSettings, each_layer(SalsCannCache), "calibrate:fit_loki", loki_tensors),
-    "doublesparse": Method(DoubleSparseSettings, each_layer(DoubleSparseCache), *IMPORTANCE),
+    "sals_cann": Method(
+        SalsCannSettings, each_layer(SalsCannCache), fit="calibrate:fit_loki", tensors=loki_tensors
+    ),
+    "doublesparse": Method(
+        DoubleSparseSettings,
+        each_layer(DoubleSparseCache),
+        fit="extras.baselines:fit_doublesparse",
+        tensors=of_heads("importance"),
+    ),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
     "shadowkv": Method(ShadowKvSettings, each_layer(ShadowKvCache)),
-    "palu": Method(PaluSettings, each_layer(PaluCache), *PALU, fold=fold_values),
+    "palu": Method(
+        PaluSettings,
+        each_layer(PaluCache),
+        fit="extras.baselines:fit_palu",
+        tensors=of_heads("k.basis", "v.basis"),
+        fold=fold_values,
+    ),
 }

@@ -162,7 +162,7 @@ def step_figures(engine: Engine, row: Row) -> dict:
             engine.step()
 
     times = [us / 24e3 for us in times_of(steps, engine.pos.device, 5)]
-    held = sum(cache.measured() + cache.host_bytes() for cache in engine.caches)
+    held = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
     read = rows * sum(cache.bytes_read(row.tokens) for cache in engine.caches)
     figures = {"batch": rows, "ms": times[2], "least": times[0], "most": times[-1]}
     return figures | {"tokens_per_s": rows / times[2] * 1e3, "bytes": held, "bytes_read": read}

@@ -30,7 +30,7 @@ from torch import Tensor
 import calibrate
 import compress
 from calibrate import result_options, save_csv, text_files, text_ids, windows
-from compress import Cache, Context, load_artifact, method_named, settings_from
+from compress import Cache, CacheContext, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
 from generate import Engine, Parser, Progress, Sampling, load, whole
 from model import Llama, UserError, load_config, load_tokenizer
@@ -242,51 +242,65 @@ def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, 
 
 
 class Watched:
-    """A cache with the exact keys beside it: how many it attends of as many tokens of the largest attention
-    weights, which are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
+    """A cache with the exact keys beside it, which sees what its `select` gives at each decode step.
+
+    It counts how many of the tokens attended are among as many tokens of the largest attention weights, which
+    are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
     sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
 
     NAMES = ("attended", "recall", "mass")  # the first is a fraction of the length
 
     def __init__(self, cache: Cache):
-        c, context = cache.config, cache.context
-        self.cache, self.keys = cache, context.zeros(c.n_kv_heads, context.capacity, c.head_dim)
+        c = cache.config
+        context = cache.context
+        self.cache = cache
+        self.keys = context.zeros(c.n_kv_heads, context.max_seq_length, c.head_dim)
         self.sums = torch.zeros(1 + len(self.NAMES), dtype=torch.float64, device=context.device)
-        for part in cache.modules():  # a cache may hold another one
-            if isinstance(part, Cache):
-                part.watch = self.see
+        self.select = cache.select
+        cache.select = self.select_and_see
 
     def __getattr__(self, name: str):
         return getattr(self.cache, name)  # the ledger is the cache's own
 
-    def extend(self, row: int, span: slice, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
+    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
-        self.keys[row, :, span] = self.cache.rope(k, span).transpose(0, 1)
-        return self.cache.extend(row, span, q, k, *rest)
+        rotated = self.cache.rope_from(k, start)
+        self.keys[row, :, start : start + len(k)] = rotated.transpose(0, 1)
+        return self.cache.prefill(row, start, q, k, *rest)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.keys[self.cache.context.rows, :, pos] = self.cache.rope(k, pos)
         self.query = self.cache.rope(q, pos)
         return self.cache.decode(pos, q, k, *rest)
 
-    def see(self, pos: Tensor, index: Tensor, live: Tensor, recent: int) -> None:
-        """Called by the cache's decode (Cache.report_selected)."""
-        heads = (*index.shape[:-1], 1, 1)[:3]  # [B, Hkv or 1, G or 1]: the heads that select for themselves
-        live, index = live.expand_as(index).reshape(*heads, -1), index.reshape(*heads, -1)
+    def select_and_see(self, pos: Tensor, *args: Tensor) -> Tensor | None:
+        """The cache's `select`, whose index is counted."""
+        index = self.select(pos, *args)
+        if index is not None:
+            self.see(pos, index)
+        return index
+
+    def see(self, pos: Tensor, index: Tensor) -> None:
+        """Counts the tokens of an index [B, Hkv or 1, G or 1, n], and those that are exact besides."""
         age = pos[:, None, None, None] - self.cache.context.positions  # [B, 1, 1, S]
-        chosen = torch.zeros(*heads, age.shape[-1], device=pos.device)
-        chosen = chosen.scatter_add(-1, index.where(live, 0).long(), live.float()) > 0
-        chosen = (chosen | (age < recent)) & (age >= 0)
+        live = (index >= 0).float()
+        chosen = torch.zeros(*index.shape[:-1], age.shape[-1], device=pos.device)
+        chosen = chosen.scatter_add(-1, index.clamp(min=0).long(), live) > 0
+        n_recent = self.cache.exact[0].n_recent if self.cache.exact else 0
+        chosen = (chosen | (age < n_recent)) & (age >= 0)
+
         query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
         weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
         mass = (weights.exp() * chosen).sum(-1).mean()
-        shared = [dim for dim in (1, 2) if heads[dim] == 1]  # these select by their weights together
+
+        shared = [dim for dim in (1, 2) if index.shape[dim] == 1]  # these select by their weights together
         scores = weights.logsumexp(shared, keepdim=True) if shared else weights
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
         hits = (chosen & (scores >= least)).sum(-1)
-        attended, recall = (n / (pos + 1)[:, None, None]).mean(), (hits / n).mean()
+        attended = (n / (pos + 1)[:, None, None]).mean()
+        recall = (hits / n).mean()
         self.sums += torch.stack((attended, recall, mass, torch.ones_like(mass)))
 
     def result(self) -> dict[str, float]:
@@ -348,7 +362,7 @@ class Candidate:
                     raise
                 rows = rows * 7 // 8
         settings = settings_from(self.method, self.options)
-        context = Context(model, min(all_gather_object(rows)), capacity)
+        context = CacheContext(model, min(all_gather_object(rows)), capacity)
         caches = method_named(self.method).build(model, settings, context, artifact)
         if watched and hasattr(settings, "budget"):  # the others attend all
             caches = [Watched(cache) for cache in caches]
@@ -445,8 +459,8 @@ def standard_error(samples: Tensor) -> float:
 def ledger(engine: Engine, length: int) -> dict:
     """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
     step reads from a row of `length` tokens; of all ranks together."""
-    tokens = engine.context.batch_size * engine.context.capacity
-    own = [(c.measured(), c.bytes_read(length), c.host_bytes()) for c in engine.caches]
+    tokens = engine.context.batch_size * engine.context.max_seq_length
+    own = [(c.bytes_stored(), c.bytes_read(length), c.bytes_host()) for c in engine.caches]
     measured, read, host = map(sum, zip(*itertools.chain(*all_gather_object(own)), strict=True))
     row = {"bytes/token": measured / tokens, "read/step": read}
     return row | ({"host/token": host / tokens} if host else {})

@@ -40,7 +40,7 @@ import generate
 import kernels
 import model as model_file
 from calibrate import save_artifact
-from compress import Context, load_artifact, method_named
+from compress import CacheContext, load_artifact, method_named
 from extras import baselines, bench, chat, evaluate, gguf, harness, int8, parallel, train
 from generate import DTYPES
 from kernels import attend_plain
@@ -219,16 +219,16 @@ def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
 
 
 def pure_quest(cache, row, n, q, k, v):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
 
     def step(i, h, q, k, v, stored):
-        return baselines.quest_step(q, k, v, stored, cache.page, cache.count // cache.page)
+        return baselines.quest_step(q, k, v, stored, cache.page, sum(cache.budget) // cache.page)
 
     return test_all.by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
 
 def pure_turboquant(cache, row, n, q, k, v):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
     Pi, levels = cache.keys.rotation.mT, cache.keys.levels
     k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
     for i in range(n, len(q)):
@@ -238,7 +238,7 @@ def pure_turboquant(cache, row, n, q, k, v):
 
 def pure_sals_cann(cache, row, n, q, k, v):
     """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
     low = test_all.spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
     k, v = (codes * scale for codes, scale in map(kernels.quantize_int8, (k, v)))
     pages = torch.arange(len(k)) // cache.page
@@ -246,8 +246,9 @@ def pure_sals_cann(cache, row, n, q, k, v):
     def step(i, h, q, k, v, _):
         logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page  # D is 16
         scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
-        old = max(0, last + 1 - cache.tail)
-        best = scores[:old].topk(min(old, cache.count // cache.page - cache.tail)).indices
+        old = max(0, last + 1 - cache.n_last_pages)
+        n_best = sum(cache.budget) // cache.page - cache.n_last_pages
+        best = scores[:old].topk(min(old, n_best)).indices
         chosen = (torch.isin(pages, best) | (pages >= old))[: i + 1].nonzero()[:, 0]
         return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, None
 
@@ -256,7 +257,7 @@ def pure_sals_cann(cache, row, n, q, k, v):
 
 
 def pure_h2o(cache, row, n, q, k, v):
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
 
     grouped, places = q.unflatten(1, (k.shape[1], -1)), torch.arange(n)
 
@@ -265,19 +266,19 @@ def pure_h2o(cache, row, n, q, k, v):
         logits = torch.einsum("igd,sd->gis", grouped[last, h], k[:n, h]) / 4  # D is 16
         attention = logits.masked_fill(places > last[:, None], -torch.inf).softmax(-1).sum((0, 1))
         ranked = attention.masked_fill(places >= n - cache.recent, torch.inf)
-        kept = ranked.topk(min(n, cache.count)).indices.sort().values
+        kept = ranked.topk(min(n, cache.n_slots)).indices.sort().values
         return k[kept, h], v[kept, h], kept, attention[kept]
 
     def step(i, h, q, k, v, stored):
-        return baselines.h2o_step(q, k, v, stored, cache.count, cache.recent)
+        return baselines.h2o_step(q, k, v, stored, cache.n_slots, cache.recent)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
 
 def pure_snapkv(cache, row, n, q, k, v):
     """A prompt's 12 tokens, then eight slots for those after it: beyond these the first of them goes."""
-    q, k = (cache.rope(x, slice(0, len(x))) for x in (q, k))
-    slots, prompt = cache.count, cache.count - 8
+    q, k = (cache.rope_from(x, 0) for x in (q, k))
+    slots, prompt = cache.n_slots, cache.n_slots - 8
 
     def start(h):
         grouped = q[:n].unflatten(1, (k.shape[1], -1))[:, h].transpose(0, 1)
@@ -294,9 +295,9 @@ def pure_snapkv(cache, row, n, q, k, v):
 
 
 def pure_fp8(cache, row, n, q, k, v):
-    heads, q = k.shape[1], cache.rope(q, slice(0, len(q)))
+    heads, q = k.shape[1], cache.rope_from(q, 0)
     mean = k[:n].mean(0) if isinstance(cache, baselines.CentredCache) else torch.zeros(heads, 16)
-    prompt = cache.rope(k[:n] - mean, slice(0, n)), v[:n]
+    prompt = cache.rope_from(k[:n] - mean, 0), v[:n]
     scales = [[x[:, h].abs().max() / 28 for x in prompt] for h in range(heads)]
 
     def step(i, h, q, k, v, stored):
@@ -311,7 +312,7 @@ def pure_fp8(cache, row, n, q, k, v):
 
 
 def pure_shadowkv(cache, row, n, q, k, v):
-    rotated, settings = cache.rope(k, slice(0, len(k))), cache.settings
+    rotated, settings = cache.rope_from(k, 0), cache.settings
     stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[row], rotated, v))
     whole = max(0, n - settings.recent) // cache.chunk
     chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
@@ -327,7 +328,7 @@ def pure_shadowkv(cache, row, n, q, k, v):
 def pure_palu(cache, row, n, q, k, v, latent):
     """The keys' bias is not in their latent (ours)."""
     basis, bias = cache.keys.basis, cache.keys.bias
-    q, k, values = cache.rope(q, slice(0, len(q))), k - bias, latent.unflatten(1, (len(bias), -1))
+    q, k, values = cache.rope_from(q, 0), k - bias, latent.unflatten(1, (len(bias), -1))
 
     def step(i, h, q, k, v, stored):
         rope = lambda x, places: cache.rope((x + bias[h])[:, None], places)[:, 0]  # noqa: E731
@@ -355,9 +356,9 @@ STEPS = {  # as in test_all.py
 
 def test_slots_know_whose_keys_they_hold_after_a_follow_up():
     cache, (q, k, v) = test_all.scene("h2o", 40, 57, 60, keep=24)
-    cache.extend(0, slice(40, 57), q[40:], k[40:], v[40:])
+    cache.prefill(0, 40, q[40:], k[40:], v[40:])
     places = cache.position[0].T.long()[..., None].expand(24, -1, 16)
-    assert error(cache.keys.past(0, 57), cache.rope(k, slice(0, 57)).gather(0, places)) < 1e-6
+    assert error(cache.keys.of_row(0, 57), cache.rope_from(k[:57], 0).gather(0, places)) < 1e-6
 
 
 # ---- SnapKV
@@ -382,18 +383,18 @@ def test_snapkv_keeps_what_the_papers_listing_does(pool):
 
 def test_fp8_rounds_to_a_sixteenth_and_saturates_at_16_times_the_prompt():
     """Of each number that is not below 1/1792 of the prompt's largest one: there the fraction's bits end."""
-    store = baselines.Fp8Store(Context(tiny_model(), 2, 64))  # tiny_model seeds
+    store = baselines.Fp8Store(CacheContext(tiny_model(), 2, 64))  # tiny_model seeds
     exponent = torch.randint(-10, 1, (40, 4, 16))
     x = torch.rand(40, 4, 16).add(1).ldexp(exponent) * torch.logspace(-3, 3, 4)[:, None]
-    store.write((1, slice(0, 40)), x)
-    back, most = store.past(1, 40), x.amax((0, 2))
+    store.write_prompt(1, 0, x)
+    back, most = store.of_row(1, 40), x.amax((0, 2))
     near = x * 1792 >= most[:, None]
     assert near.float().mean() > 0.9 and ((back - x).abs() <= x / 16)[near].all()
     assert ((back - x).abs() <= most[:, None] / 1792 / 16)[~near].all()
-    assert store.vectors.dtype == torch.float8_e4m3fn and store.formula() == 2 * (64 * 4 * 16 + 4 * 4)
-    store.write((1, slice(40, 42)), torch.stack((16 * x[0], 1e6 * x[1])))  # its scales stay
-    assert error(store.past(1, 40), back) == 0
-    assert torch.allclose(store.past(1, 42)[41], 16 * most[:, None].expand(-1, 16))
+    assert store.vectors.dtype == torch.float8_e4m3fn and store.bytes_formula() == 2 * (64 * 4 * 16 + 4 * 4)
+    store.write_prompt(1, 40, torch.stack((16 * x[0], 1e6 * x[1])))  # its scales stay
+    assert error(store.of_row(1, 40), back) == 0
+    assert torch.allclose(store.of_row(1, 42)[41], 16 * most[:, None].expand(-1, 16))
 
 
 @pytest.mark.parametrize("method", ["fp8", "turboquant"])
@@ -443,9 +444,9 @@ def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
     torch.manual_seed(0)
     x = torch.randn(4000, 128) * torch.logspace(-3, 3, 4000)[:, None]
     x[3] = 0
-    store = baselines.LevelStore(Context(tiny_model(group=8, head_dim=128), 1, 4000), bits)
-    store.write((0, slice(0, 4000)), x[:, None])
-    back, energy = store.past(0, 4000)[:, 0], x.square().sum(-1)
+    store = baselines.LevelStore(CacheContext(tiny_model(group=8, head_dim=128), 1, 4000), bits)
+    store.write_prompt(0, 0, x[:, None])
+    back, energy = store.of_row(0, 4000)[:, 0], x.square().sum(-1)
     assert store.vectors.nbytes == 4000 * 16 * bits and not back[3].any()
     far = ((back - x).square().sum(-1) / energy)[energy > 0].mean()
     assert abs(far / lost - 1) < 0.03 and far < math.sqrt(3) * math.pi / 2 / 4**bits
@@ -796,25 +797,30 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
     seen, prompts = [], [random_ids(47), random_ids(23, 1)]
     engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
     engines[1].caches = [evaluate.Watched(cache) for cache in engines[1].caches]
-    for cache in engines[1].caches:  # which tokens each layer says
-        cache.cache.watch = lambda *said, cache=cache: (seen.append((cache, *said)), cache.see(*said))
+    for cache in engines[1].caches:  # what each layer selects
+
+        def see(pos, index, cache=cache, count=cache.see):
+            seen.append((cache, index))
+            count(pos, index)
+
+        cache.see = see
     assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
-    for cache, _, index, live, recent in seen:
-        shape, figures = (2, *index.shape[1:]), []
+    for cache, index in seen:
         # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
-        index, live = (said.expand(shape).reshape(2, -1, shape[-1]) for said in (index, live))
+        index, figures = index.flatten(1, 2), []
+        n_recent = cache.exact[0].n_recent if cache.exact else 0
         for row, n in ((0, 48), (1, 24)):
             q, k = cache.query[row].double(), cache.keys[row, :, :n].repeat_interleave(group, 0).double()
             weights = torch.einsum("hd,hsd->hs", q, k).div(4).softmax(-1)
-            for places, real, heads in zip(index[row], live[row], weights.chunk(index.shape[1]), strict=True):
-                chosen = set(places[real].tolist()) | set(range(max(0, n - recent), n))
+            for places, heads in zip(index[row], weights.chunk(index.shape[1]), strict=True):
+                chosen = set(places[places >= 0].tolist()) | set(range(max(0, n - n_recent), n))
                 best = set(heads.sum(0).topk(len(chosen)).indices.tolist())
                 mass = heads[:, list(chosen)].sum().item() / len(heads)
                 hits = len(best & chosen)
                 figures.append((len(chosen) / n, hits / len(best), mass))
         truth = dict(zip(evaluate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
         assert cache.result() == pytest.approx(truth, abs=1e-5)
-        assert cache.measured() == cache.formula()  # the truth beside it is not in the ledger
+        assert cache.bytes_stored() == cache.bytes_formula()  # the truth beside it is not in the ledger
 
 
 def test_perplexity_and_kl_through_the_cache():

@@ -7,8 +7,8 @@
     print(cache.report())  # its bytes
 
 Only its attention becomes ours, with what the method folds into weights. A forward of several tokens reads
-a prompt, or more of it, row by row, by `Cache.extend`. One of a token each is a step, by `Cache.decode`. Left
-padding enters no cache; its attention is zero.
+a prompt, or more of it, row by row, by `Cache.prefill`. One of a token each is a step, by `Cache.decode`.
+Left padding enters no cache; its attention is zero.
 """
 
 import functools
@@ -22,7 +22,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from compress import Artifact, Cache, Context, cache_bytes, load_artifact, method_named, settings_from
+from compress import Artifact, Cache, CacheContext, cache_bytes, load_artifact, method_named, settings_from
 from generate import check_capacity, check_memory, import_hopper
 from model import Llama, UserError, config_from_hf, find_weights, fingerprint, weight_files, weight_slots
 
@@ -32,7 +32,7 @@ class CompressedCache(transformers.Cache):
 
     is_compileable = is_croppable = False
 
-    def __init__(self, context: Context, caches: list[Cache]):
+    def __init__(self, context: CacheContext, caches: list[Cache]):
         super().__init__(layers=caches)
         self.context = context
         self.reset()
@@ -56,8 +56,8 @@ class CompressedCache(transformers.Cache):
         if (real.diff(dim=1) < 0).any() or any(length and count < n for length, count in pairs):
             raise UserError("a row has padding after tokens; give the tokenizer padding_side='left'")
         self.lengths, self.ends, self.columns = old, [*map(sum, pairs)], n
-        if (longest := max(self.ends)) > c.capacity:
-            raise UserError(f"{longest} tokens for a cache of {c.capacity}; give it a larger capacity")
+        if (longest := max(self.ends)) > c.max_seq_length:
+            raise UserError(f"{longest} tokens for a cache of {c.max_seq_length}; give it a larger capacity")
         self.is_step = n == 1 and all(old)
         self.pos = torch.tensor(old + [0] * (c.batch_size - rows), dtype=torch.int32, device=c.device)
 
@@ -85,7 +85,7 @@ class CompressedAttention(nn.Module):
     def __init__(self, attention: nn.Module, cache: Cache, shared: CompressedCache):
         super().__init__()
         self.attention, self.shared = attention, shared
-        self.extend, self.decode = cache.extend, cache.decode  # a module in it would be the model's
+        self.prefill, self.decode = cache.prefill, cache.decode  # a module in it would be the model's
 
     def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
         state, out = self.shared, torch.zeros_like(hidden_states)
@@ -94,8 +94,8 @@ class CompressedAttention(nn.Module):
             return self.attention(x, partial(self.decode, state.pos))[: len(out), None], None
         for row, (start, n) in enumerate(zip(state.lengths, state.new, strict=True)):
             if n:
-                extend = partial(self.extend, row, slice(start, start + n))
-                out[row, -n:] = self.attention(hidden_states[row, -n:], extend)
+                prefill = partial(self.prefill, row, start)
+                out[row, -n:] = self.attention(hidden_states[row, -n:], prefill)
         return out, None
 
 
@@ -143,7 +143,7 @@ def compress(
         for name, slot in weight_slots(model, f"layers.{i}.attention"):
             slot.copy_(weights.pop(name))
         layer.self_attn = None  # its memory becomes free
-    context = Context(model, batch_size, capacity)
+    context = CacheContext(model, batch_size, capacity)
     if context.kernel:
         import_hopper(context.device)
     cache = CompressedCache(context, method_named(method).build(model, chosen, context, artifact))
