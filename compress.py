@@ -16,8 +16,8 @@ operation of kernels.py, which runs as a Triton kernel or as PyTorch.
 
     B rows of a batch, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim
     pos     [B] on the device: the position of the newest token of each row
-    index   [B, Hkv or 1, G or 1, n]: the tokens that a KV head, or a query head, attends; -1 for none.
-            1 in the place of Hkv or G: all heads, or all heads of a group, attend the same tokens.
+    index   [B, Hkv or 1, G or 1, n]: the tokens that a KV head, or a query head, attends; -1 for
+            none. 1 in the place of Hkv or G: all heads, or all heads of a group, attend the same tokens.
 """
 
 import dataclasses
@@ -76,9 +76,11 @@ def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) 
     CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted
     elsewhere."""
     fits = kernels.triton is not None and config.head_dim >= 16
-    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
+    runs = device.type == "cuda" or is_interpreted
     if wanted and not (fits and runs):
-        raise UserError("the kernels need CUDA, triton and a head dim of at least 16; use --no-kernels")
+        needs = "CUDA, triton and a head dim of at least 16"
+        raise UserError(f"the kernels need {needs}; use --no-kernels")
     return bool(wanted or wanted is None and fits and device.type == "cuda")
 
 
@@ -556,7 +558,8 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
     try:
         layers = [int(i) for i in skip.split(",") if i.strip()]
     except ValueError:
-        raise UserError(f"--skip {skip!r}: give layer numbers, such as 0,1,-1 (or '' for none)") from None
+        wanted = "give layer numbers, such as 0,1,-1 (or '' for none)"
+        raise UserError(f"--skip {skip!r}: {wanted}") from None
     known = range(-n_layers, n_layers)
     if skip != type(settings).skip and not all(i in known for i in layers):
         raise UserError(f"--skip {skip!r}: the layers are {-n_layers} to {n_layers - 1}")
@@ -771,7 +774,8 @@ class LokiCache(ScoringCache):
         # energy.
         d = rank_of(settings.d, c.head_dim)
         if settings.explained:
-            ranks = rank_at(artifact[f"{settings.basis}.eigenvalues"][i], settings.explained)  # [Hkv]
+            eigenvalues = artifact[f"{settings.basis}.eigenvalues"][i]  # [Hkv, D]
+            ranks = rank_at(eigenvalues, settings.explained)  # [Hkv]
             d = round(ranks.double().mean().item())
         width = d if settings.reduced else c.head_dim  # components that are cached
         keys = TokenStore(context, c.n_kv_heads, context.max_seq_length, width)
@@ -800,7 +804,8 @@ class LokiCache(ScoringCache):
     def n_best(self, pos: Tensor) -> Tensor | None:
         if self.settings.k > 1:
             return None
-        return (self.settings.k * (pos + 1).double()).long().clamp(min=1)  # of each row's own length
+        length = (pos + 1).double()  # of each row: a fraction is of its own
+        return (self.settings.k * length).long().clamp(min=1)
 
     def bytes_read(self, length: int) -> int:
         """d components of every key, then K and V of the selected tokens: at most G k of a KV
@@ -1021,7 +1026,8 @@ class ChannelKeys(Store):
         self.ring = ring
         self.R = ring.n_recent
         self.n_tokens = -(-context.max_seq_length // self.R) * self.R
-        self.token_bytes = n_heads * width * (bits + 1) / 8  # codes; minimum and scale are 1 bit a number
+        # Codes, and minimum and scale: 32 bits for 32 numbers.
+        self.token_bytes = n_heads * width * (bits + 1) / 8
         codes = context.zeros(n_heads, self.n_tokens, width * bits // 8, dtype=torch.uint8)
         pairs = context.zeros(n_heads, self.n_tokens // GROUP, width, 2, dtype=torch.float16)
         self.register_buffer("codes", codes)
@@ -1036,7 +1042,8 @@ class ChannelKeys(Store):
         return dequantize(codes, min_and_scale, self.bits, GROUP, self.context.dtype, dim=-2)
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
-        first = start // self.R * self.R  # of the unfinished block, whose keys fill the ring from slot 0 on
+        # Go on with the unfinished block, whose keys fill the ring from slot 0 on.
+        first = start // self.R * self.R
         begun = self.ring.vectors[row, :, : start - first].transpose(0, 1)
         x = torch.cat((begun, x))
         self.ring.write_prompt(row, first, x)
@@ -1046,7 +1053,9 @@ class ChannelKeys(Store):
         self.min_and_scale[row, :, first // GROUP : (first + n_coded) // GROUP] = pairs
         if n_coded:
             # The last full block fills the ring from slot 0 on; the keys after it lie there now.
-            block = self.decode(codes[:, -self.R :], pairs[:, -self.R // GROUP :])  # [Hkv, R, width]
+            last_codes = codes[:, -self.R :]
+            last_pairs = pairs[:, -self.R // GROUP :]
+            block = self.decode(last_codes, last_pairs)  # [Hkv, R, width]
             n_begun = len(x) - n_coded
             self.ring.vectors[row, :, n_begun:] = block[:, n_begun:]
 
@@ -1351,7 +1360,8 @@ def sals_step_ours(
 
 # ---- from the fit to the maps and weights that a step takes
 
-SCORE_BLOCK = 512  # tokens for which scoring turns a query back once (ours); a multiple of a kernel's tile
+# Tokens for which scoring turns a query back once (ours); a multiple of a kernel's tile.
+SCORE_BLOCK = 512
 
 
 @functools.lru_cache
@@ -1657,7 +1667,8 @@ class SalsCache(Cache):
         # weights, not cache
         self.up = maps.up[:, :r_score].to(context.dtype).contiguous()
         self.mean = maps.mean
-        self.down = maps.down.to(context.dtype) if c.qk_norm else None  # else wqkv has it, less the mean
+        # Without q and k norms, wqkv makes the latents (fold_sals).
+        self.down = maps.down.to(context.dtype) if c.qk_norm else None
         self.mean_latent = (maps.mean @ maps.down).to(context.dtype)
         # cache
         self.latents = MixedStore(context, 1, context.max_seq_length, r, r_score)
@@ -1953,7 +1964,8 @@ class LrqkSettings:
 
     def budget(self, max_seq_length: int) -> Budget:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
-            raise UserError(f"--slots {self.slots}: give 0 (no hit/miss) or a multiple of k from 1 up")
+            wanted = "give 0 (no hit/miss) or a multiple of k from 1 up"
+            raise UserError(f"--slots {self.slots}: {wanted}")
         return fit_budget(max_seq_length, 0, self.k, self.recent)
 
 
@@ -2116,7 +2128,8 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
     x = torch.cat((add_ridge(m, 1e-10), rhs), -1)
     for i in range(n):
         row = x[..., i : i + 1, :] / x[..., i : i + 1, i : i + 1]
-        x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row  # row i becomes `row`, others lose column i
+        # Row i becomes `row`; the others lose column i.
+        x = x - (x[..., i : i + 1] - eye[:, i : i + 1]) * row
     return x[..., n:]
 
 
@@ -2131,7 +2144,8 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [S, Hkv, G, D] after RoPE -> X^T X with a ridge [Hkv, D, D], and the sum of |X| [Hkv, D],
     fp64."""
     if not x.isfinite().all():
-        raise UserError("the queries or keys of this prompt are not finite; the weights are damaged")
+        fault = "the queries or keys of this prompt are not finite"
+        raise UserError(f"{fault}; the weights are damaged")
     gram = 0.0
     total = 0.0
     for part in x.split(4096):  # an fp64 copy of few tokens at a time
@@ -2183,7 +2197,8 @@ def take_slots(
     # 3. The tables forget what is evicted, and learn what comes.
     miss = live & ~hit
     before = pos_of.gather(-1, place)
-    slot_of.scatter_(-1, torch.where(miss & (before >= 0), before, index), -1)  # its own is set next
+    evicted = torch.where(miss & (before >= 0), before, index)  # a token's own slot is set next
+    slot_of.scatter_(-1, evicted, -1)
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
     stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
@@ -2256,7 +2271,8 @@ class LrqkCache(Cache):
         n_heads = c.n_kv_heads
         S = context.max_seq_length
         if settings.rank > c.head_dim:
-            raise UserError(f"--rank {settings.rank}: r must be 1 to {c.head_dim}, the head dim (or 0)")
+            wanted = f"r must be 1 to {c.head_dim}, the head dim (or 0)"
+            raise UserError(f"--rank {settings.rank}: {wanted}")
         self.budget = settings.budget(S)
         self.rank = settings.rank or min(32, c.head_dim)
         self.reuse = settings.slots > 0  # else every step fetches all that it selects
@@ -2651,9 +2667,11 @@ def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> 
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
-        raise UserError("elitekv cannot take a RoPE that scales q, k (yarn): un-rotated pairs would not be")
+        fault = "elitekv cannot take a RoPE that scales q, k (yarn)"
+        raise UserError(f"{fault}: un-rotated pairs would not be")
     if c.elitekv and settings != EliteSettings():
-        raise UserError("this checkpoint was uptrained: its r, d_ckv, pairs, lrd are fixed; leave them out")
+        fault = "this checkpoint was uptrained: its r, d_ckv, pairs, lrd are fixed"
+        raise UserError(f"{fault}; leave them out")
     r = settings.r or int(artifact["r"])
     d_ckv = settings.d_ckv or int(artifact["d_ckv"])
     if not 1 <= r <= c.head_dim // 2:
@@ -2761,7 +2779,8 @@ class EliteCache(Cache):
         # Absorb B_k into the query. A bias of the un-rotated keys would add the same to every
         # token's logit, which softmax drops.
         b_k, b_v = up.weight.unflatten(0, (Hkv, -1)).split((D - elite_width, D), 1)
-        elite, rest = q.unflatten(1, (Hkv, -1)).split((elite_width, D - elite_width), -1)  # [B, Hkv, G, .]
+        grouped = q.unflatten(1, (Hkv, -1))  # [B, Hkv, G, D]
+        elite, rest = grouped.split((elite_width, D - elite_width), -1)
         rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
         n_elite_keys = len(self.attention.pairs)
         own = torch.eye(n_elite_keys, dtype=q.dtype, device=q.device)[:, None, :, None]
@@ -2826,7 +2845,8 @@ class FdcSettings:
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
         rate = float(artifact["rate"]) if self.rate == -1 else self.rate
-        ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)  # of all layers, for their mean
+        # Of all layers, for their mean.
+        ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)
         bases = []
         for basis, rank in zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True):
             bases.append(basis[:, :rank])
@@ -3140,7 +3160,8 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
     """Writes one safetensors file in the place of an old one; OSError where it cannot be."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     with replacing(path.parent, path.name) as partial:
-        (partial / path.name).write_bytes(data)  # not save_file, whose files other users cannot read
+        # Not save_file, whose files other users cannot read.
+        (partial / path.name).write_bytes(data)
 
 
 @contextmanager
@@ -3200,10 +3221,9 @@ class Method:
     settings: type  # their docstring is in `--help`
     caches: Callable[..., list[Cache]]  # (model, settings, context, artifact) -> one a layer
     paper: dict = field(default_factory=dict)  # the settings of --variant paper
-    # Of a method that is fitted:
-    fit: str = (
-        ""  # the function, as "module:fit_NAME", found when asked for; NAME.safetensors is the artifact
-    )
+    # Of a method that is fitted: the function, as "module:fit_NAME", which is found when it is
+    # asked for. NAME.safetensors is the artifact.
+    fit: str = ""
     tensors: Callable[[ModelConfig], Stored] | None = None  # those of the artifact
     random: Callable[[ModelConfig], Artifact] | None = None  # of random_artifact what is not near 1
     # (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
