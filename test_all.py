@@ -3297,6 +3297,35 @@ def test_texts_come_once_and_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_one_rewritten_line_and_in_a_log_a_line_each_ten_seconds(
+    is_terminal, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with calibrate.ProgressLine("windows", total=8) as progress:
+        progress.started -= 12
+        progress.tick(3)  # at once: not shown
+        for _ in range(2):
+            progress.last_shown -= 11
+            progress.tick()
+    lines = ["windows: 4 of 8, 12 s left", "windows: 5 of 8, 7 s left"]
+    if is_terminal:
+        lines = [*(line.ljust(79) for line in lines), " " * 79]
+        expected = "".join(f"\r{line}" for line in lines) + "\r"
+    else:
+        expected = "".join(f"{line}\n" for line in lines)
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_a_fit_of_fdc_says_when_the_dense_model_predicts_nothing():
+    facts = {"rate": 0.0, "mean rank of q and k": 16.0, "mean rank of v": 16.0, "floor": 0.99}
+    facts["perplexity of dense's"] = 1.0
+    facts["accuracy of dense's"] = math.nan
+    assert calibrate.report_fit("fdc", facts).endswith("no token of this text right: try another text.")
+    facts["accuracy of dense's"] = 0.995
+    assert "It predicts 99.5% as many tokens right" in calibrate.report_fit("fdc", facts)
+
+
 def test_fit_is_of_one_process(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["calibrate.py", "fit", "--method", "sals"])
     monkeypatch.setattr(generate, "is_one_of_several_processes", lambda: True)
@@ -3344,7 +3373,8 @@ class CommandLine:
 
     def refusal(self, line: str) -> str:
         """The one line in which a command ends that cannot run."""
-        self.monkeypatch.setattr(generate.Progress, "tick", lambda *_: None)  # a slow machine would show it
+        for progress in (generate.Progress, calibrate.ProgressLine):  # a slow machine would show it
+            self.monkeypatch.setattr(progress, "tick", lambda *_: None)
         code, out, err = self(line)
         assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1), err
         return err
@@ -3779,10 +3809,17 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
     with monkeypatch.context() as patch:
         patch.setattr(calibrate, "fit_elitekv", mock.Mock(side_effect=UserError("not this model")))
         code, out, err = cli(f"fit --method all {size} --dtype bf16")
-        assert code == 0 and "energy of 25.0%, query 0." in out and "elitekv: not fitted" in err
+        assert code == 0 and "elitekv: not fitted" in err
+        for sentence in (
+            r"sals.safetensors: A latent of a quarter of the key dims keeps \d\d\.\d% of",
+            r"loki.safetensors: A quarter of a head's components hold \d\d\.\d% of the variance",
+            r"fdc.safetensors: At a rate of [\d.]+ a head keeps [\d.]+ dims of its queries and keys",
+        ):
+            assert re.search(sentence, out)
         assert cli(f"fit --method elitekv {size}")[0] == 2
     assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *methods} - {"elitekv"}
-    assert cli(f"fit --method elitekv {size}")[0] == 0
+    code, out, _ = cli(f"fit --method elitekv {size}")
+    assert code == 0 and re.search(r"rotates \d+ pairs of dims, beside a latent of \d+ numbers", out)
     for method in methods:
         assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
