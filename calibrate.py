@@ -1,20 +1,23 @@
 """Calibration: read a text, collect statistics, and fit what a method needs.
 
-    python calibrate.py fit --method sals           fit the artifacts of a checkpoint (no download)
-    python calibrate.py ranks                       the rank of each layer's keys
-    python calibrate.py COMMAND --help              what a command does, its options and an example
-A fit is written beside the checkpoint, as METHOD.safetensors.
+    python calibrate.py fit --method sals           fit SALS for the embedded model (no download)
+    python calibrate.py fit --checkpoint FOLDER --method all
+    python calibrate.py ranks                       how many dims the keys of each layer need
+
+A fit is written beside the checkpoint as METHOD.safetensors, where generate.py looks for it.
+`python calibrate.py COMMAND --help` says what a command does and lists its options.
 """
 
 import argparse
-import bisect
 import csv
 import inspect
 import itertools
 import json
+import math
 import os
 import random
 import sys
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import NamedTuple
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
@@ -30,339 +34,357 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compress
-import model as model_file
 from compress import method_named, replacing, save_artifact
-from generate import Parser, Progress, fraction, load, whole
-from model import Llama, ModelConfig, UserError, apply_rope, rope_tables
+from generate import Parser, fraction, load, whole
+from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
-# -------------------------------------------------------------------------------------------- texts and files
+# ----------------------------------------------------------------------------------------- progress
 
-TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
-STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
-INSTALLED = ("site-packages", "dist-packages")  # in its folder, but other on every machine
+
+class ProgressLine:
+    """How far a long job is, on stderr: a line that is rewritten, or in a log one each ten seconds.
+
+    with ProgressLine("tokens", total=1000) as progress:
+        progress.tick(10)
+    """
+
+    WIDTH = 79  # columns that the line may have
+
+    def __init__(self, label: str, total: float):
+        self.label = label
+        self.total = total
+        self.done = 0
+        self.started = time.time()
+        self.last_shown = self.started
+        self.is_rewritten = sys.stderr.isatty()
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.clear()
+
+    def tick(self, n: float = 1) -> None:
+        """n more of the total are done."""
+        self.done = min(self.done + n, self.total)
+        now = time.time()
+        if now - self.last_shown < (0.2 if self.is_rewritten else 10):
+            return
+        self.last_shown = now
+        seconds_left = (now - self.started) / self.done * (self.total - self.done)
+        text = f"{self.label}: {self.done:.0f} of {self.total:.0f}, {seconds_left:.0f} s left"
+        if self.is_rewritten:
+            text = text[: self.WIDTH].ljust(self.WIDTH)
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Makes the line empty, so that something else can be printed there."""
+        if self.is_rewritten:
+            print("\r" + " " * self.WIDTH + "\r", end="", file=sys.stderr, flush=True)
 
 
 def tracked(label: str, items: Collection) -> Iterator:
     """The items, one by one, with their progress."""
-    bar = Progress(label, len(items))
-    for item in items:
-        yield item
-        bar.tick()
+    with ProgressLine(label, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.tick()
+
+
+# -------------------------------------------------------------------------------------------- texts
+
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+STDLIB = Path(os.__file__).parent  # the text that every machine has: the standard library's sources
+INSTALLED = ("site-packages", "dist-packages")  # in its folder, but different on every machine
+
+
+def is_held_out(file: Path) -> bool:
+    """Is this a file that evaluation reads, and training never does? One name in sixteen is.
+
+    It depends on the name alone, so that a copy of a file elsewhere is held out, too."""
+    return zlib.crc32(file.name.encode()) % 16 == 0
 
 
 def text_files(path: Path, held: bool | None = None) -> list[Path]:
-    """The text files under a folder (or the one file), in order. held: only those that evaluation reads
-    and training never does, one name in sixteen wherever it lies; False: only the others."""
+    """The text files under a folder, in order, or the one file.
+
+    held: of a folder only the files that are held out for evaluation (True), or only the others
+    (False). Raises UserError where there is no text."""
     if not path.is_dir():
         generate.read_text(path)  # refuses what is no text
         return [path]
-    files = sorted(f for f in path.rglob("*") if f.suffix in TEXT_SUFFIXES and f.is_file())
-    files = [f for f in files if path != STDLIB or f.relative_to(path).parts[0] not in INSTALLED]
-    files = [f for f in files if held is None or held == (zlib.crc32(f.name.encode()) % 16 == 0)]
+    files = []
+    for file in sorted(path.rglob("*")):
+        if file.suffix not in TEXT_SUFFIXES or not file.is_file():
+            continue
+        if path == STDLIB and file.relative_to(path).parts[0] in INSTALLED:
+            continue
+        if held is None or held == is_held_out(file):
+            files.append(file)
     if not files:
         raise UserError(f"{path}: no text there (looked for {', '.join(TEXT_SUFFIXES)})")
     return files
 
 
 def read_texts(files: list[Path]) -> Iterator[str]:
-    """The files' texts in a seeded random order, without repeats and generated tables."""
-    files, seen = list(files), set()
+    """The files' texts in a seeded random order, without repeats, short texts and tables."""
+    files = list(files)
     random.Random(0).shuffle(files)
+    seen = set()
     for file in files:
         text = generate.read_text(file, errors="ignore")
-        longest, digest = max(map(len, text.split("\n"))), zlib.crc32(text.encode())
-        if len(text) >= 200 and digest not in seen and not (file.suffix == ".py" and longest > 2000):
+        longest_line = max(len(line) for line in text.split("\n"))
+        is_table = file.suffix == ".py" and longest_line > 2000
+        digest = zlib.crc32(text.encode())
+        if len(text) >= 200 and digest not in seen and not is_table:
             seen.add(digest)
             yield text
 
 
-def text_ids(tokenizer, files: list[Path], most: int, vocabulary: int | None = None, bos=False) -> np.ndarray:
-    """Up to `most` token ids (int32) of the texts, one text after another; bos: each led by BOS.
-    Raises UserError for an id outside the model's vocabulary."""
-    bar = Progress("tokens", most)
+def text_ids(
+    tokenizer,
+    files: list[Path],
+    most: int,
+    vocabulary: int | None = None,
+    bos: bool = False,
+) -> np.ndarray:
+    """Up to `most` token ids of the files' texts, one text after another: int32 [n].
 
-    def stream() -> Iterator[int]:
+    bos: each text is led by the tokenizer's BOS token. Raises UserError where no file has a text,
+    and for an id that a model with this vocabulary does not have."""
+
+    def stream(progress: ProgressLine) -> Iterator[int]:
         for text in read_texts(files):
-            ids = tokenizer.encode(text[: 64 * most], bos=bos)  # even a token of blanks is hardly longer
-            bar.tick(len(ids))
+            # A text of which `most` tokens are wanted is not encoded whole. Even a token of blanks
+            # is hardly longer than 64 characters.
+            ids = tokenizer.encode(text[: 64 * most], bos=bos)
+            progress.tick(len(ids))
             yield from ids
 
-    ids = np.fromiter(itertools.islice(stream(), most), np.int32)
+    with ProgressLine("tokens", most) as progress:
+        ids = np.fromiter(itertools.islice(stream(progress), most), np.int32)
     if not len(ids):
         raise UserError(f"{files[0]}: no text of at least 200 characters there")
     if vocabulary and ids.max() >= vocabulary:
-        counts = f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {vocabulary}"
-        raise UserError(f"{counts}; the tokenizer belongs to another model")
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {vocabulary}; "
+            "the tokenizer belongs to another model"
+        )
     return ids
 
 
-def windows(tokenizer, files: list[Path], length: int, count: int, vocabulary: int | None = None) -> Tensor:
-    """Token ids [count, length] of consecutive windows of the texts, led by BOS if the model wants it."""
-    ids, asked = text_ids(tokenizer, files, count * length, vocabulary), count
-    count = len(ids) // length
-    if not count:
-        raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}; give more text")
-    if count < asked:
-        print(f"note: the text has {count} windows of {length} tokens, not {asked}", file=sys.stderr)
-    tokens = torch.from_numpy(ids[: count * length]).long().view(count, length)
+def windows(
+    tokenizer,
+    files: list[Path],
+    length: int,
+    count: int,
+    vocabulary: int | None = None,
+) -> Tensor:
+    """Token ids of consecutive windows of the texts: int64 [count, length], or fewer windows.
+
+    Each is led by BOS if the model wants it. Raises UserError where there is not even one."""
+    ids = text_ids(tokenizer, files, count * length, vocabulary)
+    found = len(ids) // length
+    if not found:
+        fault = f"the text has {len(ids)} tokens, fewer than one window of {length}"
+        raise UserError(f"{fault}; give more text")
+    if found < count:
+        note = f"note: the text has {found} windows of {length} tokens, not {count}"
+        print(note, file=sys.stderr)
+    tokens = torch.from_numpy(ids[: found * length]).long().view(found, length)
     if tokenizer.add_bos:
         tokens[:, 0] = tokenizer.bos_id
     return tokens
 
 
 def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
-    """A model, and windows of --text, or of what the standard library does not hold out, to fit it on."""
+    """The model of --checkpoint, and windows [N, S] of --text to fit it on.
+
+    By default the text is what the standard library does not hold out for evaluation."""
     model, tokenizer = load(args.checkpoint, args.device, args.dtype)
-    c, files = model.config, text_files(args.text or STDLIB, None if args.text else False)
-    longest = min(args.window, c.max_positions, c.sliding_window or c.max_positions)
-    return model, windows(tokenizer, files, longest, args.windows, c.vocab_size)
+    c = model.config
+    if args.text:
+        files = text_files(args.text)
+    else:
+        files = text_files(STDLIB, held=False)
+    length = min(args.window, c.max_positions)
+    if c.sliding_window:
+        length = min(length, c.sliding_window)
+    return model, windows(tokenizer, files, length, args.windows, c.vocab_size)
+
+
+# ----------------------------------------------------------------------------------- files to write
 
 
 def writable_folder(text: str) -> Path:
-    """Reads an option's folder for results. A fault is said now, not when the results are there."""
+    """Reads an option: a folder for results, which need not exist.
+
+    A fault is said now, rather than when the results are there."""
     folder = Path(text)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    for path in (folder, *folder.absolute().parents):
+        if path.exists():
+            break
+    if not path.is_dir() or not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"no file can be written into {folder}")
     return folder
 
 
 def writable_file(text: str) -> Path:
-    """The same for one file."""
-    if (path := Path(text)).is_dir():
+    """Reads an option: a file for results, which need not exist."""
+    path = Path(text)
+    if path.is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
     return writable_folder(str(path.parent)) / path.name
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
-    """The table so far, in the place of an older one."""
+    """Writes a table in the place of an older one. Other keys of a row are left out."""
     path = path.resolve()  # what a link points to
-    how = {"encoding": "utf-8", "errors": "replace", "newline": ""}  # in every locale
-    with replacing(path.parent, path.name) as partial, (partial / path.name).open("w", **how) as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    with replacing(path.parent, path.name) as partial_folder:
+        temporary = partial_folder / path.name
+        # Its own encoding, since a locale's may lack a character that a name of a file has.
+        with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-# ---------------------------------------------------------------------------------------------------- fitting
+# ------------------------------------------------------------------------- what the fits measure by
 
 
-def observe(model: Llama, batches: Iterable[Tensor], see: Callable) -> None:
-    """Runs tokens [B, S] each, and calls see(layer, cos, sin, q, k, v) of each layer before RoPE."""
+class Fitted(NamedTuple):
+    """What a fit returns."""
+
+    tensors: dict[str, Tensor]  # the artifact
+    facts: dict[str, float]  # figures for the artifact's metadata, and for the report
+
+
+def observe(model: Llama, batches: Iterable[Tensor], see: Callable[..., None]) -> None:
+    """Runs batches of tokens [B, S], and shows each layer's attention inputs to `see`.
+
+    see(layer, cos, sin, q, k, v) gets q [B, S, Hq, D] and k, v [B, S, Hkv, D] before RoPE, and
+    RoPE's tables [S, D/2]. Raises UserError for a checkpoint that EliteKV has changed."""
     if model.config.elitekv:
         raise UserError("this checkpoint was uptrained for EliteKV and is calibrated already")
 
-    def attend(i: int, cos: Tensor, sin: Tensor, *qkv: Tensor) -> Tensor:
-        see(i, cos, sin, *qkv)
-        return model.layers[i].attention.causal(cos, sin)(*qkv)
+    def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see(i, cos, sin, q, k, v)
+        dense = model.layers[i].attention.causal(cos, sin)
+        return dense(q, k, v)
 
+    device = model.norm.weight.device
     for tokens in batches:
-        model(tokens.to(model.norm.weight.device), attend)
+        model(tokens.to(device), attend)
 
 
-def full_passes(model: Llama, windows: Collection[Tensor], attend: Callable | None = None) -> Tensor:
-    """Next-token accuracy and perplexity of windows [S] by full passes: fp64 [2]; attend: Llama.forward's."""
+def full_passes(
+    model: Llama,
+    windows: Collection[Tensor],
+    attend: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Next-token accuracy and perplexity of windows [S], each by one full pass: fp64 [2].
+
+    attend: what attends in the place of dense attention, as Llama.forward takes it."""
+    device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64)
     for window in windows:
-        window = window.to(next(model.parameters()).device)
-        logits = model.output(model(window[None], attend)[0, :-1]).float()
-        right = (logits.argmax(-1) == window[1:]).double().mean()
-        sums += torch.stack((right, F.cross_entropy(logits, window[1:]).double())).cpu()
-    right, loss = sums / len(windows)
-    return torch.stack((right, loss.exp()))
+        window = window.to(device)
+        hidden = model(window[None], attend)[0, :-1]  # [S - 1, dim]
+        logits = model.output(hidden).float()  # [S - 1, V]
+        labels = window[1:]
+        accuracy = (logits.argmax(-1) == labels).double().mean()
+        loss = F.cross_entropy(logits, labels).double()
+        sums += torch.stack((accuracy, loss)).cpu()
+    accuracy, loss = sums / len(windows)
+    return torch.stack((accuracy, loss.exp()))
+
+
+def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues [..., n], the largest first, and eigenvectors [..., n, n], which are columns."""
+    values, vectors = torch.linalg.eigh(covariance)
+    return values.flip(-1).clamp(min=0), vectors.flip(-1)
+
+
+def leading_share(values: Tensor, n: int) -> float:
+    """The fraction of the sum of eigenvalues [..., m] that the n largest hold, in the mean."""
+    shares = values[..., :n].sum(-1) / values.sum(-1)
+    return shares.mean().item()
 
 
 @dataclass
 class KeyMoments:
     """Means over tokens, fp64: of all heads' keys jointly, and of the queries of a group."""
 
-    second: Tensor  # K^T K / N [L, Hkv*D, Hkv*D]
+    second: Tensor  # [L, Hkv*D, Hkv*D]: K^T K / N
     mean: Tensor  # [L, Hkv*D]
-    queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair of dims that RoPE rotates, summed over the group
+    queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair that RoPE rotates, summed over the group
 
     def covariance(self) -> Tensor:
         """[L, Hkv*D, Hkv*D]"""
         return self.second - self.mean[:, :, None] * self.mean[:, None]
 
 
-@lru_cache(1)  # for the next fit; weights that change in place are not seen
+class MomentSums:
+    """The sums over tokens that make a KeyMoments, layer by layer."""
+
+    def __init__(self, c: ModelConfig):
+        self.n_kv_heads = c.n_kv_heads
+        self.second = [0.0] * c.n_layers
+        self.mean = [0.0] * c.n_layers
+        self.queries = [0.0] * c.n_layers
+
+    def add(self, i: int, q: Tensor, k: Tensor) -> None:
+        """Adds tokens of layer i: q [B, S, Hq, D], k [B, S, Hkv, D]."""
+        keys = k.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
+        queries = q.unflatten(-2, (self.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+        pairs = queries.unflatten(-1, (2, -1))  # [B, S, Hkv, G, 2, D/2]
+        self.second[i] = self.second[i] + keys.T @ keys
+        self.mean[i] = self.mean[i] + keys.sum(0)
+        self.queries[i] = self.queries[i] + pairs.square().sum((0, 1, 3, 4))
+
+    def over(self, n_tokens: int) -> KeyMoments:
+        """The means, of sums over n_tokens, on the CPU."""
+        return KeyMoments(
+            second=torch.stack(self.second).cpu() / n_tokens,
+            mean=torch.stack(self.mean).cpu() / n_tokens,
+            queries=torch.stack(self.queries).cpu() / n_tokens,
+        )
+
+
+@lru_cache(1)  # the fits of one run share it; weights that change in place are not seen
 def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
-    """One streaming pass over tokens [N, S]: moments of the keys before ("pre") and after RoPE ("post")."""
-    sums = {name: [[0.0] * 3] * model.config.n_layers for name in ("pre", "post")}
+    """Moments of the keys of tokens [N, S], before RoPE ("pre") and after it ("post").
+
+    It takes one pass, window by window, and keeps sums alone: no key stays in memory."""
+    before = MomentSums(model.config)
+    after = MomentSums(model.config)
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        rotated = (apply_rope(x, cos, sin) for x in (q, k))
-        for name, queries, keys in (("pre", q, k), ("post", *rotated)):
-            rows = keys.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-            grouped = queries.unflatten(-2, (model.config.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-            pairs = grouped.unflatten(-1, (2, -1)).square().sum((0, 1, 3, 4))
-            new = rows.T @ rows, rows.sum(0), pairs
-            sums[name][i] = [total + x for total, x in zip(sums[name][i], new, strict=True)]
+        before.add(i, q, k)
+        after.add(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin))
 
     observe(model, tracked("keys", tokens[:, None]), see)
-    totals = {name: map(torch.stack, zip(*layers, strict=True)) for name, layers in sums.items()}
-    return {name: KeyMoments(*(x.cpu() / tokens.numel() for x in each)) for name, each in totals.items()}
+    return {"pre": before.over(tokens.numel()), "post": after.over(tokens.numel())}
 
 
-Fitted = tuple[dict[str, Tensor], dict[str, float]]  # an artifact's tensors, and figures for its metadata
+def head_bases(
+    model: Llama,
+    tokens: Tensor,
+    label: str,
+    vectors_of: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors of each head.
 
-
-def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues [..., n] and eigenvectors [..., n, n] (columns), largest first."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return values.flip(-1).clamp(min=0), vectors.flip(-1)
-
-
-def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
-    """U of each layer: leading eigenvectors of K^T K of its keys before RoPE ("key": SALS sec. 4.2), and of
-    the covariance of S k, where S is the queries' rms in each pair that RoPE rotates ("query": ours)."""
-    c, keys = model.config, key_moments(model, tokens)["pre"]
-    scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
-    scale = scale / scale.square().mean(1, keepdim=True).sqrt()
-    scale = scale.clamp(min=1e-3)  # a pair that no query uses must not divide by zero
-    r = max(1, round(max_rank * c.kv_dim))
-    tensors, facts = {"scale": scale.float(), "mean": keys.mean.float()}, {"max_rank": max_rank}
-    spread = scale[:, :, None] * keys.covariance() * scale[:, None]
-    for metric, second in (("query", spread), ("key", keys.second)):
-        values, vectors = eigen(second)
-        tensors[f"{metric}_eigenvalues"] = values.float()
-        for i in range(c.n_layers):
-            tensors[f"{i}.{metric}_basis"] = vectors[i, :, :r].float()
-        for share in (0.25, 0.125):
-            kept = values[:, : round(share * c.kv_dim)].sum(1) / values.sum(1)
-            facts[f"energy of {share:.1%}, {metric}"] = kept.mean().item()
-    return tensors, facts
-
-
-def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
-    """P: principal components of each KV head's keys, centred, of keys before RoPE ("pre") and after it
-    ("post"; Loki sec. 3). Both are used on keys after RoPE."""
-    heads = (model.config.n_kv_heads, model.config.head_dim)
-    tensors, facts = {}, {}
-    for name, keys in key_moments(model, tokens).items():
-        blocks = keys.covariance().unflatten(2, heads).unflatten(1, heads)
-        own = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
-        values, vectors = eigen(own)
-        tensors[f"{name}.eigenvalues"] = values.float()
-        tensors[f"{name}.basis"] = vectors.float()
-        kept = values[..., : model.config.head_dim // 4].sum(-1) / values.sum(-1)
-        facts[f"energy of 25%, {name}"] = kept.mean().item()
-    return tensors, facts
-
-
-def rope_deltas(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Delta_c: what rotating pair c changes in a KV head's logits: s(RoPE) - s(E) = sum of c not in E.
-
-    q [N, I, G, D] at `positions` [I] and k [N, S, D] before RoPE, tables [S, D/2] -> [D/2, N, G, I, S],
-    with the scale 1/sqrt(D), and 0 where the key comes after the query."""
-    half, k = q.shape[-1] // 2, k.unsqueeze(-2)
-    # Four products a pair: (rotated a, b) . (rotated u, v) - (a, b) . (u, v), in one matmul.
-    q = torch.cat((apply_rope(q, cos[positions], sin[positions]), -q), -1).unflatten(-1, (4, half))
-    k = torch.cat((apply_rope(k, cos, sin), k), -1).unflatten(-1, (4, half))
-    deltas = torch.einsum("nigxc,nshxc->cngis", q, k) * (2 * half) ** -0.5
-    return deltas * (torch.arange(k.shape[1], device=q.device) <= positions[:, None])
-
-
-def ropelite(deltas: Tensor) -> Tensor:
-    """RoPElite's greedy search for one KV head (Alg. 1): deltas [D/2, ...] -> the pairs, best first [D/2].
-
-    Each round rotates the pair that brings the logits nearest to RoPE's in mean absolute difference."""
-    rest, left, order = deltas.sum(0), list(range(len(deltas))), []
-    while left:
-        losses = torch.stack([(rest - deltas[c]).abs().mean() for c in left])
-        order.append(left.pop(int(losses.argmin())))
-        rest = rest - deltas[order[-1]]
-    return torch.tensor(order)
-
-
-def contribution(q: Tensor, k: Tensor) -> Tensor:
-    """Contribution (sec. 4.3.1) of one KV head: the mean norm of q's pair times that of k's, which no
-    rotation changes. q [..., G, D], averaged over the query heads of the group, k [..., D] -> [D/2]."""
-    q, k = (x.unflatten(-1, (2, -1)).norm(dim=-2).flatten(0, -2).mean(0) for x in (q, k))
-    return q * k
-
-
-ELITE_WINDOWS, ELITE_ROWS = 16, 32  # RoPElite's sample: so many windows, so many query rows of each
-
-
-def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """The pairs of each KV head, best first: [L, Hkv, D/2] by RoPElite ("elite"; exact, for ELITE_ROWS random
-    queries of each window) and by Contribution. One forward pass over tokens [N, S]."""
-    c, orders = model.config, {"elite": [], "contribution": []}
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(model.norm.weight.device)
-
-    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        q, k = q.float().unflatten(-2, (c.n_kv_heads, -1)), k.float()  # [N, S, Hkv, G, D]
-        for h in range(c.n_kv_heads):
-            orders["elite"].append(ropelite(rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)))
-            orders["contribution"].append(contribution(q[:, :, h], k[:, :, h]).argsort(descending=True).cpu())
-            bar.tick()
-
-    bar = Progress("elitekv", c.n_layers * c.n_kv_heads)
-    observe(model, [tokens], see)
-    return {name: torch.stack(heads).unflatten(0, (c.n_layers, -1)) for name, heads in orders.items()}
-
-
-def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
-    """(r, d_ckv) that fill this fraction of the dense cache and add no parameters (App. C), so that
-    d_ckv (dim + n) <= dim n with n = Hkv (2D - 2r).
-
-    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves four."""
-    total, step, found = round(fraction * 2 * c.kv_dim), 256, []
-    while len(found) < 4 and step > 1:
-        step //= 2
-        sizes = ((r, 2 * r * c.n_kv_heads) for r in range(c.head_dim // 2, 0, -1))
-        sizes = ((r, total - rotated, 2 * c.kv_dim - rotated) for r, rotated in sizes)
-        found = [(r, d) for r, d, n in sizes if d > 0 and d % step == 0 and d * (c.dim + n) <= c.dim * n]
-    return found
-
-
-def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
-    """Of each layer the square root [dim, dim] of E x x^T, x being its attention's inputs for tokens [N]:
-    with it low_rank keeps what the layer computes rather than its weights (ours)."""
-    sums, device = [0.0] * model.config.n_layers, next(model.parameters()).device
-
-    def add(i: int, attention: torch.nn.Module, inputs: tuple) -> None:
-        x = inputs[0].flatten(0, -2).double()
-        sums[i] = sums[i] + x.T @ x / len(tokens)
-
-    hooks = [x.attention.register_forward_pre_hook(partial(add, i)) for i, x in enumerate(model.layers)]
-    for window in tracked("inputs", tokens.split(2048)):
-        model(window[None].to(device))
-    for hook in hooks:
-        hook.remove()
-    values, vectors = eigen(torch.stack(sums))
-    values = values + 0.1 * values.mean(-1, keepdim=True)  # what the texts hardly have counts a little, too
-    return {f"{i}.root": (v * e.sqrt()) @ v.T for i, (e, v) in enumerate(zip(values, vectors, strict=True))}
-
-
-def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
-    """Elite pairs of every KV head, and the allocation (r, d_ckv) of a quarter of the cache that has the
-    lowest perplexity on the last windows by input_roots' factors (App. C). Leaves the model as it was."""
-    if not (allocations := elite_allocations(model.config, 0.25)):
-        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
-    tensors = elite_orders(model, tokens[:ELITE_WINDOWS])
-    start = tensors | input_roots(model, tokens[:ELITE_WINDOWS].flatten())
-    dense, trials = [layer.attention for layer in model.layers], {}
-    for size in tracked("elitekv", allocations):
-        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), start)
-        trials[size] = full_passes(model, tokens[-4:])[1].item()
-        for layer, attention in zip(model.layers, dense, strict=True):
-            layer.attention = attention
-    r, d_ckv = min(trials, key=trials.get)
-    tensors |= {"r": torch.tensor(r), "d_ckv": torch.tensor(d_ckv)}
-    facts = {f"perplexity_{r}_{d}": perplexity for (r, d), perplexity in trials.items()}
-    return tensors, {"r": r, "d_ckv": d_ckv} | facts
-
-
-def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tuple[Tensor, Tensor]:
-    """Singular values [L, H, D] and right singular vectors [L, H, D, D] of rows(layer, q, k, v) [n, H, D].
-    On tokens [N, S], in fp64: fp32 noise in a Gram matrix is larger than the small singular values."""
+    vectors_of(layer, q, k, v) makes them, [n, H, D], of q [S, Hq, D] and k, v [S, Hkv, D] of each
+    window of tokens [N, S]. They are those of X^T X in fp64: of fp32 the rounding errors would be
+    larger than the small singular values."""
     grams = [0] * model.config.n_layers
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        x = rows(i, q[0], k[0], v[0]).transpose(0, 1).double()  # [H, n, D]
+        x = vectors_of(i, q[0], k[0], v[0])
+        x = x.transpose(0, 1).double()  # [H, n, D]
         grams[i] = grams[i] + x.transpose(1, 2) @ x
 
     observe(model, tracked(label, tokens[:, None]), see)
@@ -370,171 +392,617 @@ def head_bases(model: Llama, tokens: Tensor, label: str, rows: Callable) -> tupl
     return values.sqrt(), vectors
 
 
-def fit_fdc(model: Llama, tokens: Tensor, accuracy=0.99, positions=None) -> Fitted:
-    """R of each KV head from random tokens (FDC sec. 5.1), and F_p(accuracy) (sec. 5.2)."""
-    positions = min(positions or model.config.max_positions, model.config.max_positions)
-    shape = (-(-(1 << 15) // tokens.shape[1]), tokens.shape[1])  # 32K tokens; the paper: at least 8K
-    noise = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    tensors = fdc_bases(model, noise, positions)
-    rate, reached, perplexity = fdc_search(model, tokens[-8:], tensors, accuracy)
-    facts = {"floor": accuracy, "positions": positions, "rate": rate}
-    facts |= {"accuracy of dense's": reached, "perplexity of dense's": perplexity}
+# --------------------------------------------------------------------------------------------- SALS
+
+
+def query_scale(keys: KeyMoments) -> Tensor:
+    """S_q (ours): the root mean square of the queries in each pair of dims that RoPE rotates.
+
+    [L, Hkv*D], both dims of a pair alike, with a mean square of one in each layer."""
+    scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = scale / scale.square().mean(1, keepdim=True).sqrt()
+    return scale.clamp(min=1e-3)  # its inverse is needed, and no query may use a pair
+
+
+def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
+    """The bases of SALS's joint latent, of keys before RoPE (sec. 4.2).
+
+    "key" is the paper's U. "query" (ours) weighs each pair of dims by its queries, which keeps
+    logits rather than keys. Both have max_rank * Hkv*D columns [L, Hkv*D, r], from which a cache
+    takes the leading ones."""
+    c = model.config
+    keys = key_moments(model, tokens)["pre"]
+    r = max(1, round(max_rank * c.kv_dim))
+
+    # The paper: C = K^T K = U Sigma U^T. U_r has the r leading eigenvectors of C.
+    key_values, key_basis = eigen(keys.second)
+
+    # Ours: the same of S_q (k - m), where m is the mean key.
+    scale = query_scale(keys)
+    covariance = scale[:, :, None] * keys.covariance() * scale[:, None]
+    query_values, query_basis = eigen(covariance)
+
+    tensors = {"scale": scale.float(), "mean": keys.mean.float()}
+    facts = {"max_rank": max_rank}
+    fitted = (("query", query_values, query_basis), ("key", key_values, key_basis))
+    for metric, values, basis in fitted:
+        tensors[f"{metric}_eigenvalues"] = values.float()
+        for i in range(c.n_layers):
+            tensors[f"{i}.{metric}_basis"] = basis[i, :, :r].float()
+        for share in (0.25, 0.125):
+            kept = leading_share(values, round(share * c.kv_dim))
+            facts[f"energy of {share:.1%}, {metric}"] = kept
+    return Fitted(tensors, facts)
+
+
+def report_sals(facts: dict[str, float]) -> str:
+    """The facts of fit_sals in sentences."""
+    quarter = facts["energy of 25.0%, query"]
+    eighth = facts["energy of 12.5%, query"]
+    return (
+        f"A latent of a quarter of the key dims keeps {quarter:.1%} of the keys' energy, as the "
+        f"queries weigh it, and one of an eighth keeps {eighth:.1%}. The paper's basis, which does "
+        f"not weigh, keeps {facts['energy of 25.0%, key']:.1%} and "
+        f"{facts['energy of 12.5%, key']:.1%} of its energy. "
+        f"With --rank you can choose up to {facts['max_rank']:g} of the dims."
+    )
+
+
+# --------------------------------------------------------------------------------------------- Loki
+
+
+def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
+    """P, the principal components of each KV head's keys (Loki sec. 3): [L, Hkv, D, D], columns.
+
+    "pre" is fitted on keys before RoPE, "post" on keys after it. A cache uses either on keys after
+    RoPE: P is orthogonal, so logits stay as they are (Lemma 4.1)."""
+    c = model.config
+    heads = (c.n_kv_heads, c.head_dim)
+    tensors = {}
+    facts = {}
+    for name, keys in key_moments(model, tokens).items():
+        # The covariance of each head alone: the blocks on the diagonal of the joint one.
+        joint = keys.covariance().unflatten(2, heads).unflatten(1, heads)  # [L, Hkv, D, Hkv, D]
+        blocks = joint.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
+        values, vectors = eigen(blocks)
+        tensors[f"{name}.eigenvalues"] = values.float()
+        tensors[f"{name}.basis"] = vectors.float()
+        facts[f"energy of 25%, {name}"] = leading_share(values, c.head_dim // 4)
+    return Fitted(tensors, facts)
+
+
+def report_loki(facts: dict[str, float]) -> str:
+    """The facts of fit_loki in a sentence."""
+    return (
+        f"A quarter of a head's components hold {facts['energy of 25%, pre']:.1%} of the variance "
+        f"of its keys before RoPE, and {facts['energy of 25%, post']:.1%} after it."
+    )
+
+
+# ------------------------------------------------------------------------------------------ EliteKV
+
+# RoPElite's sample (the paper: 2000 documents): so many windows, and so many query rows of each.
+ELITE_WINDOWS = 16
+ELITE_ROWS = 32
+
+
+def rope_deltas(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Delta_c: what rotating pair c changes in the logits of one KV head (EliteKV sec. 3.1).
+
+    With the pairs of a set E rotated, the logits differ from RoPE's by the sum of Delta_c over the
+    pairs c that are not in E.
+
+    q [N, I, G, D] at `positions` [I] and k [N, S, D], before RoPE, and tables [S, D/2] give
+    [D/2, N, G, I, S], with the scale 1/sqrt(D), and 0 where a key comes after its query."""
+    D = q.shape[-1]
+    k = k.unsqueeze(-2)  # [N, S, 1, D], as apply_rope wants it
+
+    # A pair has the dims a, b of q and u, v of k. Delta is (rotated a, b) . (rotated u, v), less
+    # (a, b) . (u, v): four products, which one matmul adds up.
+    q_rotated = apply_rope(q, cos[positions], sin[positions])
+    q_terms = torch.cat((q_rotated, -q), -1).unflatten(-1, (4, D // 2))  # [N, I, G, 4, D/2]
+    k_rotated = apply_rope(k, cos, sin)
+    k_terms = torch.cat((k_rotated, k), -1).unflatten(-1, (4, D // 2))  # [N, S, 1, 4, D/2]
+    deltas = torch.einsum("nigxc,nshxc->cngis", q_terms, k_terms) * D**-0.5
+
+    is_past = torch.arange(k.shape[1], device=q.device) <= positions[:, None]  # [I, S]
+    return deltas * is_past
+
+
+def ropelite(deltas: Tensor) -> Tensor:
+    """RoPElite, the greedy search for one KV head (EliteKV Alg. 1): its pairs [D/2], best first.
+
+    deltas [D/2, ...] are rope_deltas'. Each round adds the pair to E that brings the logits nearest
+    to RoPE's, in the mean absolute difference."""
+    difference = deltas.sum(0)  # of the logits from RoPE's while E is empty
+    candidates = list(range(len(deltas)))
+    order = []
+    while candidates:
+        losses = [(difference - deltas[c]).abs().mean() for c in candidates]
+        best = candidates.pop(int(torch.stack(losses).argmin()))
+        order.append(best)
+        difference = difference - deltas[best]
+    return torch.tensor(order)
+
+
+def pair_norms(x: Tensor) -> Tensor:
+    """The mean norm of each pair that RoPE rotates: x [..., D] -> [D/2], mean over all the rest."""
+    pairs = x.unflatten(-1, (2, -1))  # [..., 2, D/2]
+    return pairs.norm(dim=-2).flatten(0, -2).mean(0)
+
+
+def contribution(q: Tensor, k: Tensor) -> Tensor:
+    """Contribution (EliteKV sec. 4.3.1) of each pair of one KV head: [D/2].
+
+    It is the mean norm of the query's pair times that of the key's. No rotation changes a norm.
+    q [..., G, D] is averaged over the query heads of the group, too; k [..., D]."""
+    return pair_norms(q) * pair_norms(k)
+
+
+def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The pairs of each KV head, best first: [L, Hkv, D/2], from one pass over tokens [N, S].
+
+    "elite" is RoPElite's order, by the exact logits of ELITE_ROWS random queries of each window;
+    "contribution" the order by Contribution."""
+    c = model.config
+    device = model.norm.weight.device
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(device)
+    elite = []
+    contributed = []
+    progress = ProgressLine("elite pairs, heads", c.n_layers * c.n_kv_heads)
+
+    def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        q = q.float().unflatten(-2, (c.n_kv_heads, -1))  # [N, S, Hkv, G, D]
+        k = k.float()
+        for h in range(c.n_kv_heads):
+            deltas = rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)
+            elite.append(ropelite(deltas))
+            norms = contribution(q[:, :, h], k[:, :, h])
+            contributed.append(norms.argsort(descending=True).cpu())
+            progress.tick()
+
+    with progress:
+        observe(model, [tokens], see)
+    by_layer = (c.n_layers, c.n_kv_heads)
+    return {
+        "elite": torch.stack(elite).unflatten(0, by_layer),
+        "contribution": torch.stack(contributed).unflatten(0, by_layer),
+    }
+
+
+def elite_allocations(c: ModelConfig, fraction: float) -> list[tuple[int, int]]:
+    """The sizes (r, d_ckv) that fill this fraction of the dense cache (EliteKV App. C).
+
+    Of a head's pairs r are rotated, and a latent of d_ckv numbers holds the rest. So a token takes
+    2 r Hkv + d_ckv numbers. Parameters are not added: the factors A [dim, d_ckv] and B [d_ckv, n]
+    have at most those of the matrix that they replace, dim n, where n = Hkv (2D - 2r).
+
+    d_ckv is a multiple of 128, or in small models of the largest smaller power of two that leaves
+    four sizes to choose from (ours)."""
+    numbers_per_token = round(fraction * 2 * c.kv_dim)
+    for multiple in (128, 64, 32, 16, 8, 4, 2, 1):
+        sizes = []
+        for r in range(c.head_dim // 2, 0, -1):
+            rotated = 2 * r * c.n_kv_heads
+            d_ckv = numbers_per_token - rotated
+            n = 2 * c.kv_dim - rotated
+            adds_no_parameters = d_ckv * (c.dim + n) <= c.dim * n
+            if d_ckv > 0 and d_ckv % multiple == 0 and adds_no_parameters:
+                sizes.append((r, d_ckv))
+        if len(sizes) >= 4:
+            break
+    return sizes
+
+
+def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
+    """The square root of E x x^T in each layer: "0.root", "1.root", ... [dim, dim], fp64.
+
+    x are the inputs of the layer's attention for tokens [N]. With it `low_rank` keeps what the
+    layer computes from such inputs, rather than its weights (ours)."""
+    c = model.config
+    device = next(model.parameters()).device
+    sums = [0.0] * c.n_layers
+
+    def add(i: int, attention: torch.nn.Module, inputs: tuple) -> None:
+        x = inputs[0].flatten(0, -2).double()  # [n, dim]
+        sums[i] = sums[i] + x.T @ x / len(tokens)
+
+    hooks = []
+    for i, layer in enumerate(model.layers):
+        hooks.append(layer.attention.register_forward_pre_hook(partial(add, i)))
+    for window in tracked("inputs", tokens.split(2048)):
+        model(window[None].to(device))
+    for hook in hooks:
+        hook.remove()
+
+    values, vectors = eigen(torch.stack(sums))
+    values = values + 0.1 * values.mean(-1, keepdim=True)  # what the text hardly has counts, too
+    roots = {}
+    for i in range(c.n_layers):
+        roots[f"{i}.root"] = (vectors[i] * values[i].sqrt()) @ vectors[i].T
+    return roots
+
+
+def elite_perplexity(
+    model: Llama,
+    size: tuple[int, int],
+    artifact: dict[str, Tensor],
+    windows: Tensor,
+) -> float:
+    """The perplexity of windows [N, S] when EliteKV has the size (r, d_ckv), without any training.
+
+    It leaves the model as it was."""
+    dense = [layer.attention for layer in model.layers]
+    method_named("elitekv").fold_all(model, compress.EliteSettings(*size), artifact)
+    _, perplexity = full_passes(model, windows)
+    for layer, attention in zip(model.layers, dense, strict=True):
+        layer.attention = attention
+    return perplexity.item()
+
+
+def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
+    """EliteKV's pairs of every KV head, and its sizes r and d_ckv for a quarter of the cache.
+
+    Of the sizes that App. C allows, it takes those of the lowest perplexity on the last windows of
+    tokens [N, S]. Raises UserError where no sizes fit the model."""
+    allocations = elite_allocations(model.config, 0.25)
+    if not allocations:
+        raise UserError("elitekv: no r and d_ckv give this model a quarter of its cache")
+    sample = tokens[:ELITE_WINDOWS]
+    tensors = elite_orders(model, sample)
+    artifact = {**tensors, **input_roots(model, sample.flatten())}
+
+    trials = {}
+    for size in tracked("elitekv, sizes", allocations):
+        trials[size] = elite_perplexity(model, size, artifact, tokens[-4:])
+    r, d_ckv = min(trials, key=trials.get)
+
+    tensors["r"] = torch.tensor(r)
+    tensors["d_ckv"] = torch.tensor(d_ckv)
+    facts = {"r": r, "d_ckv": d_ckv}
+    for (trial_r, trial_d_ckv), perplexity in trials.items():
+        facts[f"perplexity_{trial_r}_{trial_d_ckv}"] = perplexity
+    return Fitted(tensors, facts)
+
+
+def report_elitekv(facts: dict[str, float]) -> str:
+    """The facts of fit_elitekv in a sentence."""
+    r = facts["r"]
+    d_ckv = facts["d_ckv"]
+    n_trials = len(facts) - 2  # but for r and d_ckv
+    return (
+        f"Each head rotates {r} pairs of dims, beside a latent of {d_ckv} numbers: of {n_trials} "
+        f"ways to fill a quarter of the cache this has the lowest perplexity without training, "
+        f"{facts[f'perplexity_{r}_{d_ckv}']:.4g}."
+    )
+
+
+# ---------------------------------------------------------------------------------------------- FDC
+
+RANDOM_TOKENS = 1 << 15  # of which FDC's bases are fitted; the paper: at least 8K
+
+
+def fit_fdc(
+    model: Llama,
+    tokens: Tensor,
+    accuracy: float = 0.99,
+    positions: int | None = None,
+) -> Fitted:
+    """R of each KV head, from random tokens (FDC sec. 5.1), and the rate that F_p finds (sec. 5.2).
+
+    accuracy: the fraction of the dense model's next-token accuracy, on the last windows of tokens
+    [N, S], that the rate must keep. positions: the longest context to be served; None: the
+    model's."""
+    c = model.config
+    positions = min(positions or c.max_positions, c.max_positions)
+    length = tokens.shape[1]
+    count = -(-RANDOM_TOKENS // length)  # windows, rounded up
+    generator = torch.Generator().manual_seed(0)
+    random_tokens = torch.randint(c.vocab_size, (count, length), generator=generator)
+    tensors = fdc_bases(model, random_tokens, positions)
+    rate, kept_accuracy, perplexity_ratio = fdc_search(model, tokens[-8:], tensors, accuracy)
+
+    facts = {
+        "floor": accuracy,
+        "positions": positions,
+        "rate": rate,
+        "accuracy of dense's": kept_accuracy,
+        "perplexity of dense's": perplexity_ratio,
+    }
     for kind, name in (("qk", "q and k"), ("v", "v")):
         ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)
         facts[f"mean rank of {name}"] = ranks.double().mean().item()
-    return tensors | {"rate": torch.tensor(rate, dtype=torch.float64)}, facts
+    tensors["rate"] = torch.tensor(rate, dtype=torch.float64)
+    return Fitted(tensors, facts)
+
+
+def report_fdc(facts: dict[str, float]) -> str:
+    """The facts of fit_fdc in sentences."""
+    kept_accuracy = facts["accuracy of dense's"]
+    perplexity_ratio = facts["perplexity of dense's"]
+    ranks = (
+        f"At a rate of {facts['rate']:.4g} a head keeps {facts['mean rank of q and k']:.1f} dims "
+        f"of its queries and keys and {facts['mean rank of v']:.1f} of its values, in the mean."
+    )
+    if math.isnan(kept_accuracy):  # 0/0
+        return f"{ranks} The dense model predicts no token of this text right: try another text."
+    return (
+        f"{ranks} It predicts {kept_accuracy:.1%} as many tokens right as the dense model does "
+        f"(--accuracy asks for {facts['floor']:.1%}), and its perplexity is "
+        f"{perplexity_ratio:.4g} times as large."
+    )
 
 
 def fdc_bases(model: Llama, tokens: Tensor, positions: int) -> dict[str, Tensor]:
-    """Singular values [L, Hkv, D] and R [L, Hkv, D, D] of q and k after RoPE ("qk"), of tokens [N, S], and of
-    W_V ("v"). Hidden states do not depend on where a window lies: q and k are rotated to random positions."""
-    c, device = model.config, next(model.parameters()).device
+    """FDC's SVDs: singular values [L, Hkv, D] and right singular vectors [L, Hkv, D, D], in fp32.
+
+    "qk.values" and "qk.basis" are of a head's queries and keys after RoPE on tokens [N, S]
+    (sec. 5.1), "v.values" and "v.basis" of its W_V (sec. 5.2).
+
+    q and k are rotated to random positions below `positions` (ours). What a layer computes does
+    not depend on where a window lies, so a short window can stand for one far out."""
+    c = model.config
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     cos, sin = rope_tables(c, positions, device)
 
     def queries_and_keys(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        where = torch.randint(0, positions, (len(q),), generator=generator).to(device)
-        q, k = (apply_rope(x, cos[where], sin[where]) for x in (q, k))
-        stacked = torch.cat((q.unflatten(1, (c.n_kv_heads, -1)), k[:, :, None]), 2)  # [S, Hkv, G + 1, D]
-        return stacked.transpose(1, 2).flatten(0, 1)
+        at = torch.randint(0, positions, (len(q),), generator=generator).to(device)
+        q = apply_rope(q, cos[at], sin[at]).unflatten(1, (c.n_kv_heads, -1))  # [S, Hkv, G, D]
+        k = apply_rope(k, cos[at], sin[at])[:, :, None]  # [S, Hkv, 1, D]
+        stacked = torch.cat((q, k), 2)  # [S, Hkv, G + 1, D]
+        return stacked.transpose(1, 2).flatten(0, 1)  # [S * (G + 1), Hkv, D]
 
+    # 1. X = [Q; K] = U Theta R^T.
     qk_values, qk_basis = head_bases(model, tokens, "q and k", queries_and_keys)
-    weights = torch.stack([x.attention.wqkv.weight.split(x.attention.widths)[2] for x in model.layers])
-    weights = weights.unflatten(1, (c.n_kv_heads, -1)).double().cpu()  # [L, Hkv, D, dim]: W_V transposed
-    v_squares, v_basis = eigen(weights @ weights.transpose(-1, -2))
-    tensors = {"qk.values": qk_values, "qk.basis": qk_basis, "v.values": v_squares.sqrt(), "v.basis": v_basis}
-    return {name: tensor.float() for name, tensor in tensors.items()}
+
+    # 2. W_V = U Theta R_V^T.
+    weights = []
+    for layer in model.layers:
+        _, _, w_v = layer.attention.wqkv.weight.split(layer.attention.widths)
+        weights.append(w_v)
+    w_v = torch.stack(weights).unflatten(1, (c.n_kv_heads, -1))  # [L, Hkv, D, dim]: transposed
+    w_v = w_v.double().cpu()
+    v_squares, v_basis = eigen(w_v @ w_v.transpose(-1, -2))
+
+    return {
+        "qk.values": qk_values.float(),
+        "qk.basis": qk_basis.float(),
+        "v.values": v_squares.sqrt().float(),
+        "v.basis": v_basis.float(),
+    }
 
 
 def fdc_rates(*values: Tensor) -> list[float]:
-    """Every rate at which some head's rank changes, rising, from 0: what the search of F_p has to try."""
-    steps = [compress.fdc_tails(v)[..., 15::16].flatten() for v in values]  # a rank of 16, 32, ...
-    return torch.cat((torch.zeros(1, dtype=torch.float64), *steps)).unique().tolist()
+    """All rates at which the rank of some head changes, rising, from 0: what F_p has to try.
+
+    values [L, Hkv, D] are singular values. Ranks are multiples of 16."""
+    steps = [torch.zeros(1, dtype=torch.float64)]
+    for v in values:
+        lost = compress.fdc_tails(v)  # [L, Hkv, D]: what a rank of 1, 2, .. D loses
+        steps.append(lost[..., 15::16].flatten())  # a rank of 16, 32, ..
+    return torch.cat(steps).unique().tolist()
 
 
-def fdc_search(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], accuracy: float) -> tuple:
-    """F_p (FDC sec. 5.2): the largest rate that keeps `accuracy` of the dense model's on tokens [N, S].
-    -> the rate, its accuracy and perplexity over the dense ones, by bisection of the rates that matter."""
-    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])  # of them 0 holds the floor
+def fdc_search(
+    model: Llama,
+    tokens: Tensor,
+    tensors: dict[str, Tensor],
+    accuracy: float,
+) -> tuple[float, float, float]:
+    """F_p (FDC sec. 5.2): the largest rate that keeps the floor, found by bisection.
 
-    @lru_cache(None)
-    def found(rate: float) -> Tensor:
-        bar.tick()
-        return fdc_accuracy(model, tokens, tensors, rate)
+    The floor is `accuracy` times the dense model's accuracy on tokens [N, S]. Returns the rate,
+    and its accuracy and its perplexity over the dense ones."""
+    rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
+    figures = {}  # by rate: its accuracy and perplexity, fp64 [2]
+    with ProgressLine("fdc, rates", len(rates).bit_length() + 1) as progress:
 
-    bar = Progress("rate", len(rates).bit_length() + 1)
-    dense = found(0.0)
-    held = bisect.bisect(rates, False, 1, key=lambda rate: bool(found(rate)[0] < accuracy * dense[0]))
-    return rates[held - 1], *(found(rates[held - 1]) / dense).tolist()
+        def measure(rate: float) -> Tensor:
+            if rate not in figures:
+                progress.tick()
+                figures[rate] = fdc_accuracy(model, tokens, tensors, rate)
+            return figures[rate]
+
+        dense = measure(0.0)
+        # rates[:kept] keep the floor, as 0 does, and rates[lost:] do not. Between is unknown.
+        kept = 1
+        lost = len(rates)
+        while kept < lost:
+            middle = (kept + lost) // 2
+            if measure(rates[middle])[0] < accuracy * dense[0]:
+                lost = middle
+            else:
+                kept = middle + 1
+        best = rates[kept - 1]
+        kept_accuracy, perplexity_ratio = (measure(best) / dense).tolist()
+    return best, kept_accuracy, perplexity_ratio
 
 
-def fdc_accuracy(model: Llama, tokens: Tensor, tensors: dict[str, Tensor], rate: float) -> Tensor:
-    """full_passes of tokens [N, S] by FDC at `rate`: the share predicted right, and the perplexity.
-    q R (k R)^T on the kept columns is q (k P)^T, P = R R^T: one plain forward pass is the same."""
-    projectors, weight = {}, model.tok_embeddings.weight
+def fdc_accuracy(
+    model: Llama,
+    tokens: Tensor,
+    tensors: dict[str, Tensor],
+    rate: float,
+) -> Tensor:
+    """Next-token accuracy and perplexity of FDC at a rate, by full passes over tokens [N, S].
+
+    On the columns R that are kept, (q R) (k R)^T = q (k P)^T, where P = R R^T. So a plain forward
+    pass with projected keys and values gives FDC's outputs."""
+    c = model.config
+    projectors = {}
     for kind in ("qk", "v"):
         ranks = compress.fdc_ranks(tensors[f"{kind}.values"], rate)[..., None, None]
-        basis = tensors[f"{kind}.basis"] * (torch.arange(model.config.head_dim) < ranks)
-        projectors[kind] = (basis @ basis.transpose(-1, -2)).to(weight)  # [L, Hkv, D, D]
+        is_kept = torch.arange(c.head_dim) < ranks  # [L, Hkv, 1, D]
+        basis = tensors[f"{kind}.basis"] * is_kept
+        projector = basis @ basis.transpose(-1, -2)  # [L, Hkv, D, D]
+        projectors[kind] = projector.to(model.tok_embeddings.weight)
 
     def attend(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k = torch.einsum("bshd,hde->bshe", apply_rope(k, cos, sin), projectors["qk"][i])
-        _, bias = compress.kv_bias(model.layers[i].attention, model.config)  # stays whole: folded into W_O's
+        q = apply_rope(q, cos, sin)
+        k = apply_rope(k, cos, sin)
+        k = torch.einsum("bshd,hde->bshe", k, projectors["qk"][i])
+        # The bias of V stays whole: FDC folds it into that of W_O.
+        _, bias = compress.kv_bias(model.layers[i].attention, c)
         v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
-        return model_file.causal_attention(apply_rope(q, cos, sin), k, v)
+        return causal_attention(q, k, v)
 
     return full_passes(model, tokens, attend)
 
 
+# ---------------------------------------------------------------------------- the command line: fit
+
+# How the facts of a fit are said, by the artifact's name. Others are listed.
+REPORTS = {
+    "sals": report_sals,
+    "loki": report_loki,
+    "elitekv": report_elitekv,
+    "fdc": report_fdc,
+}
+
+
 def fits_of(method: str) -> dict[str, str]:
-    """Reads an option: the artifact of a method, or those of "all", and how each is fitted (Method.fit)."""
-    rows = map(method_named, compress.method_names() if method == "all" else [method])
-    if fits := {row.artifact: row.fit for row in rows if row.fit}:
-        return fits
-    raise UserError(f"{method} needs no calibration")
+    """Reads an option: the fit (Method.fit) of a method, or those of "all", by the artifact's name.
+
+    Raises UserError for a method that needs no fit."""
+    names = compress.method_names() if method == "all" else [method]
+    fits = {}
+    for name in names:
+        row = method_named(name)
+        if row.fit:
+            fits[row.artifact] = row.fit
+    if not fits:
+        raise UserError(f"{method} needs no calibration")
+    return fits
+
+
+def link_files(source: Path, folder: Path) -> None:
+    """Makes a folder of links to a checkpoint's files; those that are there already stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file():
+            with suppress(FileExistsError):
+                (folder / file.name).symlink_to(file.resolve())
+
+
+def report_fit(name: str, facts: dict[str, float]) -> str:
+    """What a fit found, in sentences."""
+    if name in REPORTS:
+        return REPORTS[name](facts)
+    return ", ".join(f"{fact} {figure:.6g}" for fact, figure in facts.items())
 
 
 def run_fit(args: argparse.Namespace) -> None:
-    """Fit what a method needs and store it beside the checkpoint.
+    """Fit what a method needs, and store it beside the checkpoint.
 
-    It reads a text (by default the Python standard library: no download) and writes METHOD.safetensors into
-    the checkpoint's folder. `--method all` fits every method that can take the model. Where that folder
-    cannot be written, as a Hugging Face cache, `--out` makes one of links to its files.
+    It runs a text through the model, by default the sources of Python's standard library, so that
+    nothing is downloaded. What it finds is written as METHOD.safetensors into the checkpoint's
+    folder, where generate.py looks for it. More text (--windows) makes a better fit.
 
-        python calibrate.py fit --checkpoint FOLDER --method sals
-        python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95"""
+    --method all fits every method that can take the model. Where the checkpoint's folder cannot be
+    written, as in a cache of Hugging Face, --out makes a folder with the fits and with links to the
+    checkpoint's files; give that one to generate.py.
+
+    examples:
+        python calibrate.py fit --method sals
+        python calibrate.py fit --checkpoint FOLDER --method all --out FITTED
+        python calibrate.py fit --checkpoint FOLDER --method fdc --accuracy 0.95 --text FILE"""
     folder = args.out or args.checkpoint
     if folder.is_dir() and not os.access(folder, os.W_OK):
         raise UserError(f"no file can be written into {folder}; give --out FOLDER")
     model, tokens = model_and_windows(args)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for file in filter(Path.is_file, args.checkpoint.iterdir()):
-            with suppress(FileExistsError):
-                (args.out / file.name).symlink_to(file.resolve())
-    source = {"text": str(args.text or "Python standard library"), "tokens": str(tokens.numel())}
-    source |= compress.model_identity(model)
-    options = {"sals": {"max_rank": args.max_rank}}
-    options |= {"fdc": {"accuracy": args.accuracy, "positions": args.positions}}
-    for name, fit in args.fits.items():
-        path = compress.artifact_path(folder, name)
+        link_files(args.checkpoint, args.out)
+
+    source = {
+        "text": str(args.text or "Python standard library"),
+        "tokens": str(tokens.numel()),
+        **compress.model_identity(model),
+    }
+    options = {
+        "sals": {"max_rank": args.max_rank},
+        "fdc": {"accuracy": args.accuracy, "positions": args.positions},
+    }
+    for name, function_name in args.fits.items():
+        fit = resolve_name(function_name)
         try:
-            tensors, facts = resolve_name(fit)(model, tokens, **options.get(name, {}))
+            tensors, facts = fit(model, tokens, **options.get(name, {}))
         except UserError as error:
             if len(args.fits) == 1:
                 raise
             print(f"{name}: not fitted: {error}", file=sys.stderr)
             continue
-        facts = {fact: f"{x:.6g}" for fact, x in facts.items()}
-        save_artifact(tensors, path, {"method": name} | source | facts)
-        print(f"{path}:", ", ".join(f"{fact} {x}" for fact, x in facts.items()))
+        metadata = {"method": name, **source}
+        for fact, figure in facts.items():
+            metadata[fact] = f"{figure:.6g}"
+        path = compress.artifact_path(folder, name)
+        save_artifact(tensors, path, metadata)
+        print(f"{path}: {report_fit(name, facts)}", flush=True)
+
+
+# -------------------------------------------------------------------------- the command line: ranks
 
 
 def run_ranks(args: argparse.Namespace) -> dict:
-    """Rank of the keys of each layer, before and after RoPE, and how unlike its heads are.
+    """Show how many dims the keys of each layer need, and how unlike its heads are.
 
-    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy. cv_qk and cv_v are the
-    deviation over the mean of the heads' largest singular values: of q and k after RoPE, and of W_V.
+    A rank is the number of joint dims of all heads that hold 90 % of the keys' energy, before RoPE
+    and after it. Where it is small, a latent (SALS) loses little. cv_qk and cv_v are the standard
+    deviation over the mean of the heads' largest singular values, of q and k after RoPE and of W_V.
+    Where they are large, a rank for each head (FDC) pays.
 
+    examples:
+        python calibrate.py ranks
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokens = model_and_windows(args)
-    moments, bases = key_moments(model, tokens), fdc_bases(model, tokens, model.config.max_positions)
-    figures = {"layer": [*range(model.config.n_layers)]}
-    print(f"Rank@90% of the joint keys ({model.config.kv_dim} dims), {tokens.numel()} tokens")
-    for name, of_keys in moments.items():
-        figures[name] = of_layers = compress.rank_at(eigen(of_keys.second)[0], 0.9).tolist()
-        print(f"{name}-RoPE, mean {np.mean(of_layers):.1f}, by layer:", *of_layers)
+    c = model.config
+    moments = key_moments(model, tokens)
+    bases = fdc_bases(model, tokens, c.max_positions)
+
+    figures = {"layer": list(range(c.n_layers))}
+    print(f"Rank@90% of the joint keys ({c.kv_dim} dims), {tokens.numel()} tokens")
+    for name, keys in moments.items():
+        values, _ = eigen(keys.second)
+        ranks = compress.rank_at(values, 0.9).tolist()
+        figures[name] = ranks
+        print(f"{name}-RoPE, mean {np.mean(ranks):.1f}, by layer:", *ranks)
     for kind in ("qk", "v"):
         largest = bases[f"{kind}.values"][..., 0]  # [L, Hkv]
-        figures[f"cv_{kind}"] = (largest.std(1, correction=0) / largest.mean(1)).tolist()
-        print(f"cv_{kind}: {largest.std(correction=0) / largest.mean():.3f} over the heads of all layers")
+        of_layers = largest.std(1, correction=0) / largest.mean(1)
+        of_all = largest.std(correction=0) / largest.mean()
+        figures[f"cv_{kind}"] = of_layers.tolist()
+        print(f"cv_{kind}: {of_all:.3f} over the heads of all layers")
+
     if args.csv:
-        layers = zip(*figures.values(), strict=True)
-        save_csv(args.csv, [*figures], [dict(zip(figures, row, strict=True)) for row in layers])
-    return {"width": model.config.kv_dim, **figures}
+        rows = []
+        for i in range(c.n_layers):
+            rows.append({name: column[i] for name, column in figures.items()})
+        save_csv(args.csv, list(figures), rows)
+    return {"width": c.kv_dim, **figures}
 
 
-# ------------------------------------------------------------------------------------------- the command line
+# ------------------------------------------------------------------------ the command line: options
 
 
-def command(commands, run: Callable, *add_options: Callable[[Parser], None]) -> Parser:
-    """The command of a function run_NAME, whose docstring is its help."""
-    text = inspect.cleandoc(run.__doc__)
-    name, about = run.__name__.removeprefix("run_"), text.split("\n")[0].rstrip(".")
-    parser = commands.add_parser(name, help=about, description=text)
+def add_command(commands, name: str, run: Callable[[argparse.Namespace], dict | None]) -> Parser:
+    """A command that calls run; the docstring of that is the command's help."""
+    description = inspect.getdoc(run)
+    summary = description.split("\n")[0].rstrip(".")
+    parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run)
-    for add in add_options:
-        add(parser)
     return parser
 
 
-def text_options(parser: Parser) -> None:
-    parser.option("--text", Path, None, "a text file or folder (default: the Python standard library)")
-    parser.option("--windows", whole(1), 128, "how many windows of text to read")
-    parser.option("--window", whole(2), 2048, "tokens in a window")
+def add_text_options(parser: Parser) -> None:
+    text = "a text file or a folder of texts (default: the Python standard library)"
+    parser.option("--text", Path, None, text, metavar="PATH")
+    parser.option("--windows", whole(1), 128, "how many windows of text to read", metavar="N")
+    parser.option("--window", whole(2), 2048, "tokens in a window", metavar="N")
 
 
 def result_options(parser: Parser) -> None:
+    """Options of a command that makes a table."""
     parser.flag("--json", "one JSON object as the last line of stdout")
     parser.option("--csv", writable_file, None, "also write the table to this file")
 
@@ -542,15 +1010,25 @@ def result_options(parser: Parser) -> None:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    model = generate.add_model_options
-    p = command(commands, run_fit, model, text_options)
-    p.option("--method", fits_of, None, "the method to fit, or all", required=True, dest="fits")
-    p.option("--max_rank", fraction, 0.625, "sals: the highest rank that can be chosen later, of Hkv*D")
-    p.option("--out", writable_folder, None, "for the fits, with links to the checkpoint", metavar="FOLDER")
-    p.option("--accuracy", fraction, 0.99, "fdc: the fraction of the dense next-token accuracy to keep")
-    p.option("--positions", whole(1), None, "fdc: the longest context to be served (default: the model's)")
 
-    command(commands, run_ranks, model, text_options, result_options)
+    fit = add_command(commands, "fit", run_fit)
+    generate.add_model_options(fit)
+    add_text_options(fit)
+    method = "the method to fit, or all"
+    fit.option("--method", fits_of, None, method, required=True, dest="fits", metavar="METHOD")
+    max_rank = "sals: the largest --rank that can be chosen later, a fraction of the key dims"
+    fit.option("--max_rank", fraction, 0.625, max_rank, metavar="FRACTION")
+    out = "write the fits there, beside links to the checkpoint's files"
+    fit.option("--out", writable_folder, None, out, metavar="FOLDER")
+    accuracy = "fdc: the fraction of the dense model's next-token accuracy to keep"
+    fit.option("--accuracy", fraction, 0.99, accuracy, metavar="FRACTION")
+    positions = "fdc: the longest context to be served (default: the model's)"
+    fit.option("--positions", whole(1), None, positions, metavar="N")
+
+    ranks = add_command(commands, "ranks", run_ranks)
+    generate.add_model_options(ranks)
+    add_text_options(ranks)
+    result_options(ranks)
     return parser.parse_args(argv)
 
 
@@ -558,17 +1036,19 @@ MOVED = {"eval": "python -m extras.evaluate", "train": "python -m extras.train"}
 
 
 def run() -> None:
-    command_name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command_name in MOVED:
-        raise UserError(f"calibrate.py {command_name} has moved; run {MOVED[command_name]}")
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in MOVED:
+        raise UserError(f"calibrate.py {command} has moved; run {MOVED[command]}")
     args = parse_args(sys.argv[1:])
     if generate.is_one_of_several_processes():
         raise UserError("a fit runs in one process; start it with python, not with torchrun")
     figures = args.run(args)
     if figures and args.json:
-        print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__} | figures))
+        report = {"command": " ".join(sys.argv), "torch": torch.__version__, **figures}
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    sys.modules["calibrate"] = sys.modules["__main__"]  # an extra that imports calibrate gets this one
+    # An extra that imports calibrate gets this module, not a second copy of it.
+    sys.modules["calibrate"] = sys.modules["__main__"]
     generate.run_command(run)

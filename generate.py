@@ -6,21 +6,33 @@
     python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
     torchrun --nproc_per_node 4 generate.py ...      the same on 4 GPUs, or in 4 processes of a CPU
 Text goes to stdout, the report to stderr; --json adds the report as one JSON object, stdout's last line.
+
+The file follows the life of a request, in eight steps:
+    1. text             a prompt is a text, token ids or a chat, which the model's template writes out
+    2. ids              the tokenizer's ids, and whether they fit the model and the cache
+    3. prefill a row    the prompt goes through the model into one row of every cache
+    4. the first token  is chosen by the last logits, when decoding starts and not before
+    5. the step         one token of every row; compiled, and captured as a CUDA graph
+    6. sample           the next ids, of logits: the largest, or a draw
+    7. stream           decoding until each row stops; tokens and pieces of text as they are made
+    8. report           the run in figures
+Before them stands what builds an engine; after them `LLM`, which takes a request through all of
+them, and the command line, which is a thin user of `LLM`.
 """
 
 import argparse
 import dataclasses
 import io
 import json
+import numbers
 import os
 import platform
 import random
 import re
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
@@ -28,8 +40,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-# Threads that wait for another one soon give up their core: on a busy machine that one may have none. GNU's
-# OpenMP reads this when torch is imported. A user's own setting wins.
+# Threads that wait for another one soon give up their core: on a busy machine that one may have none.
+# GNU's OpenMP reads this when torch is imported. A user's own setting wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -43,84 +55,217 @@ from torch import Tensor
 
 import compress
 import kernels
-import model as model_file
-from compress import Cache, CacheContext, cache_bytes, dense_bytes, load_artifact, method_named, settings_from
-from model import Llama, ModelConfig, StreamDecoder, UserError, free_memory, human
+from compress import (
+    Cache,
+    CacheContext,
+    cache_bytes,
+    dense_bytes,
+    load_artifact,
+    method_named,
+    settings_from,
+)
+from model import (
+    SHAPES,
+    Llama,
+    ModelConfig,
+    StreamDecoder,
+    Tokenizer,
+    UserError,
+    build,
+    decode_layer,
+    decode_logits,
+    fingerprint,
+    free_memory,
+    human,
+    load_model,
+    load_tokenizer,
+    random_model,
+)
 
 NANO = Path(__file__).resolve().parent / "checkpoints" / "nano"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COUNT = re.compile("[0-9]{1,4000}")  # as a prompt: so many random tokens
-FIRST = torch.zeros(1, dtype=torch.int64)  # an index: kernels copy by it, which reach host memory, too
+DEVICES = ("cpu", "cuda")
+WEIGHTS = ("int8",)  # besides those of the dtype
+COUNT = re.compile("[0-9]{1,4000}")  # as a prompt of the command line: so many random tokens
+DEFAULT_LENGTH = 4096  # tokens that a row can hold where nothing else is said
+
+Chat = list[dict[str, str]]  # messages, each with a role and its content
 
 
 class Progress:
     """How far a long job is: a line on stderr every ten seconds."""
 
     def __init__(self, label: str, total: float):
-        self.label, self.total, self.done, self.started = label, total, 0, time.time()
+        self.label = label
+        self.total = total
+        self.done = 0
+        self.started = time.time()
         self.shown = self.started
 
     def tick(self, n: float = 1) -> None:
-        self.done, now = min(self.done + n, self.total), time.time()
+        """n more of the total are done."""
+        self.done = min(self.done + n, self.total)
+        now = time.time()
         if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
             print(f"{self.label} {self.done:.0f}/{self.total:.0f}, {left:.0f} s left", file=sys.stderr)
 
 
-# --------------------------------------------------------------------------------------------------- sampling
+# ---------------------------------------------------------------- options: the limits of each, once
+#
+# The command line and LLM check by these. An error names an option as the command line does;
+# `errors_in_python_words` makes an argument's name of it.
+
+LIMITS = {  # name -> kind of number, and the interval that it lies in
+    "batch_size": (int, "[1, 4294967296]"),
+    "max_seq_length": (int, "[1, 4294967296]"),
+    "seed": (int, "[0, 4294967296]"),
+    "temperature": (float, "[0, inf)"),
+    "top_k": (int, "[0, 4294967296]"),
+    "top_p": (float, "(0, 1]"),
+}
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """logits [B, V] -> ids [B] of the largest, the first of equal ones."""
-    parts = 64  # a whole row of logits would be one multiprocessor's
-    width = -(-logits.shape[-1] // parts)
-    padded = F.pad(logits, (0, parts * width - logits.shape[-1]), value=-torch.inf)
-    best, place = padded.unflatten(-1, (parts, width)).max(-1)
-    part = best.argmax(-1, keepdim=True)
-    return (part * width + place.gather(-1, part))[:, 0]
+def check_number(name: str, value: object, kind: type, interval: str) -> None:
+    """Raises UserError unless the value is such a number and lies in the interval (compress.inside)."""
+    wanted = numbers.Integral if kind is int else numbers.Real
+    is_number = isinstance(value, wanted) and not isinstance(value, bool)
+    if not is_number or not compress.inside(value, interval):
+        a_number = "a whole number" if kind is int else "a number"
+        raise UserError(f"--{name} {value}: give {a_number} in {interval}")
 
 
-@dataclass
-class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """logits [B, V] -> token ids [B]. Fixed shapes and no host sync: it can be part of a CUDA graph."""
-        if self.temperature == 0:
-            return greedy(logits)
-        logits = logits.float()
-        # What is below fp32's numbers would divide 0 by 0.
-        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
-        if self.top_k:
-            worst = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < worst, -torch.inf)
-        probs = logits.softmax(-1)
-        if self.top_p < 1:
-            ordered, order = probs.sort(descending=True)
-            outside = ordered.cumsum(-1) - ordered >= self.top_p  # the token that crosses top_p stays
-            probs = torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(outside, 0))
-        # The largest of p / Exponential(1) is a draw from p; torch.multinomial would sync with the host.
-        return (probs / torch.empty_like(probs).exponential_(1)).argmax(-1)
+def check_choice(name: str, value: object, choices: tuple) -> None:
+    """Raises UserError unless the value is one of the choices."""
+    if value not in choices:
+        raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
 
 
-# ----------------------------------------------------------------------------------------------------- engine
+def check_options(**options) -> None:
+    """Raises UserError where an option of LIMITS has a value that it cannot have."""
+    for name, value in options.items():
+        kind, interval = LIMITS[name]
+        check_number(name, value, kind, interval)
 
 
-def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.time()
+class PythonError(UserError):
+    """A UserError in the words of Python. `command_line` has it in those of the command line."""
+
+    def __init__(self, message: str):
+        text, command, rest = message.partition("python ")  # a command to run stays as it is
+        text = text.replace("--no-compile", "use_compile=False")
+        text = text.replace("--no-kernels", "use_kernels=False")
+        text = re.sub(r"(?<![\w/.-])--(?=[a-z])", "", text)  # at the start of a word
+        super().__init__(text + command + rest)
+        self.command_line = message
+
+
+def in_command_line_words(error: Exception) -> str:
+    """What an error says where options are written with dashes."""
+    return error.command_line if isinstance(error, PythonError) else str(error)
+
+
+@contextmanager
+def errors_in_python_words() -> Iterator[None]:
+    """Around what Python calls: options are arguments there."""
+    try:
+        yield
+    except PythonError:
+        raise
+    except UserError as error:
+        raise PythonError(str(error)) from error
+
+
+# -------------------------------------------------------------- before: from a folder to an engine
+
+
+def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
+    """device: cpu or cuda. dtype: as in --dtype. UserError where there is no such device."""
+    check_choice("device", device, DEVICES)
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
+    if dtype == "auto":
+        dtype = "bf16" if device == "cuda" else "fp32"
+    return torch.device(device), DTYPES[dtype]
+
+
+def load(
+    source: Path | ModelConfig,
+    device: str,
+    dtype: str = "auto",
+    weights: str | None = None,
+    method: str = "dense",
+    options: dict | None = None,
+    seed: int = 0,
+) -> tuple[Llama, Tokenizer | None]:
+    """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
+
+    weights: None for the dtype's, or "int8", after which the model serves this method alone."""
+    row = method_named(method)
+    settings = settings_from(method, options or {})
+    torch_device, torch_dtype = device_and_dtype(device, dtype)
+    check_choice("weights", weights, (None, *WEIGHTS))
+    build_model = build
+    if weights == "int8":
+        from extras import int8
+
+        artifact_of = lru_cache(partial(load_artifact, source, method))  # read once for all layers
+
+        def fold(model: Llama, i: int) -> None:
+            row.fold_all(model, settings, artifact_of(model), [i])
+
+        build_model = partial(int8.build, fold=fold)
+    if isinstance(source, ModelConfig):
+        config = replace(source, max_positions=1 << 20)
+        return random_model(config, torch_device, torch_dtype, seed, build_model), None
+    if not source.is_dir():
+        raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
+    return load_model(source, torch_device, torch_dtype, build_model), load_tokenizer(source)
+
+
+def plan_caches(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
+) -> list[Cache]:
+    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
+    with torch.device("meta"):
+        shadow = Llama(model.config).to(model.norm.weight.dtype)
+    context = CacheContext(shadow, 1, capacity)
+    return method_named(method).build(shadow, settings, context, artifact)
+
+
+def row_bytes(
+    model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
+) -> dict[str, int]:
+    """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
+    caches = plan_caches(model, method, settings, artifact, capacity)
+    device = model.norm.weight.device.type
+    needs = {"cpu": sum(cache.bytes_host() for cache in caches)}
+    needs[device] = needs.get(device, 0) + sum(cache.bytes_formula() for cache in caches)
+    return needs
+
+
+def check_memory(
+    model: Llama,
+    method: str,
+    settings: object,
+    artifact: dict[str, Tensor],
+    rows: int,
+    capacity: int,
+) -> None:
+    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
+    for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
+        share = free_memory(torch.device(kind)) / max(1, rows * needed)
+        if share < 1:
+            size = f"{rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
+            fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
+            raise UserError(f"not enough memory: the {method} cache of {size}; {fits}")
 
 
 def import_hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, which registers its faster functions with kernels.py; None if the device is no Hopper
-    GPU, or there is no such file."""
+    """extras/hopper.py, which registers its faster functions with kernels.py; None if the device is
+    no Hopper GPU, or there is no such file."""
     if kernels.nvidia_generation(device) != 9:
         return None
     try:
@@ -132,182 +277,59 @@ def import_hopper(device: torch.device) -> ModuleType | None:
     return hopper
 
 
-class Engine:
-    """A model, its caches, and the decode step over static buffers: tokens [B] int64 and pos [B] int32.
-
-    `tokens` are the next to be written, at `pos`. On CUDA the step is captured once as a CUDA graph, before
-    any prompt is read; the graph is right for every length, because lengths are read on the device."""
-
-    def __init__(
-        self,
-        model: Llama,
-        caches: list,
-        context: CacheContext,
-        sampling: Sampling,
-        compiled=False,
-        graphed=False,
-    ):
-        self.model, self.caches, self.context, self.sampling = model, caches, context, sampling
-        self.tokens, self.pos = context.zeros(dtype=torch.int64), context.zeros(dtype=torch.int32)
-        self.logits = context.zeros(model.config.vocab_size)  # of the last step
-        started = time.time()
-        hopper = import_hopper(context.device) if context.kernel else None
-        # Its decode step makes the same logits.
-        chained = hopper and hopper.chained_decode(model, context.batch_size)
-        self.decode, *steps = chained or (Llama.decode, model_file.decode_layer, model_file.decode_logits)
-        # Layers of one kind share their compiled code: seconds, where the whole step would take far longer.
-        self.steps = [torch.compile(step, dynamic=False) if compiled else step for step in steps]
-        if compiled and sampling.temperature == 0:  # else the seed's random numbers would be others
-            self.sampling = torch.compile(greedy, dynamic=False)
-        if compiled:
-            # Kinds of layers and shapes, over all engines of a process; beyond this they run uncompiled.
-            dynamo = torch._dynamo.config
-            dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 12
-        if graphed:
-            self.step = self._capture()
-        if compiled and not graphed:
-            self.step()
-        # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
-        self.tokens.zero_()
-        self.pos.zero_()
-        self.capture_s = time.time() - started if compiled or graphed else 0.0
-
-    def step(self) -> None:
-        """Writes `tokens` at `pos`, and replaces them by the next ones."""
-        self.logits.copy_(self.decode(self.model, self.tokens, self.pos, self.caches, *self.steps))
-        self._sample()
-        self.pos += 1
-
-    def _sample(self) -> None:
-        """Replaces `tokens` by the next ones."""
-        self.tokens.copy_(self.sampling(self.logits))
-
-    def _capture(self) -> Callable[[], None]:
-        """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-                self.pos.zero_()  # a cache may have room for no more
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
-            self.step()
-        return graph.replay
-
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Reads one prompt a row; afterwards `tokens` holds each row's first new token."""
-        self.pos.zero_()
-        self.feed(prompts)
-
-    def feed(self, prompts: list[list[int]]) -> None:
-        """Reads more tokens of each row, none for []; then `tokens` holds the next of each that got some."""
-        pending = self.tokens.clone()
-        fed_rows = [row for row, ids in enumerate(prompts) if ids]
-        bar = Progress("reading", len(fed_rows) * len(self.model.layers))
-        for row in fed_rows:
-            tokens = torch.tensor(prompts[row], device=self.context.device)
-            start = int(self.pos[row])
-            self.logits[row] = self.model.extend(tokens, row, start, self.caches, bar.tick)
-            self.pos[row] += len(tokens)
-        self.check_logits()
-        self._sample()
-        fed = torch.tensor([len(ids) > 0 for ids in prompts], device=self.context.device)
-        self.tokens.copy_(self.tokens.where(fed, pending))
-
-    def used(self, row: int, n: int) -> dict[str, Tensor]:
-        """Views of all that a row of n tokens is: its part of every cache, its place, what comes next."""
-        parts = {"pos": self.pos[row], "next": self.tokens[row], "logits": self.logits[row]}
-        for i, cache in enumerate(self.caches):
-            parts |= {f"{i}.{name}": x for name, x in cache.row_state(row, n).items()}
-        return parts
-
-    def put(self, row: int, n: int, parts: dict[str, Tensor]) -> None:
-        """Makes a row one of n tokens, of the parts that `used` gave of another."""
-        self.pos[row] = parts["pos"]
-        self.tokens[row] = parts["next"]
-        self.logits[row] = parts["logits"]
-        for i, cache in enumerate(self.caches):
-            names = cache.row_state(row, n)
-            cache.restore_row(row, n, {name: parts[f"{i}.{name}"] for name in names})
-
-    def check_logits(self) -> None:
-        """Raises UserError where the last logits are no numbers to choose by."""
-        if not self.logits.isfinite().all():
-            raise UserError(f"the logits are not finite in {self.logits.dtype}; use --dtype bf16 or fp32")
+# ----------------------------------------------------------------------------------------- 1. text
 
 
-@dataclass
-class Output:
-    """What was generated in each row, and the seconds it took."""
-
-    token_ids: list[list[int]]
-    text: list[str] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # the row's other tokens: earlier answers, too
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0  # from the start of reading
-    decode_s: float = 0.0
-    steps: int = 0
-    stopped: dict[int, list[int]] = field(default_factory=dict)  # row -> its stop token, not in token_ids
-    llm: "LLM | None" = field(default=None, repr=False)
-
-    @property
-    def report(self) -> dict:
-        """The run in figures (LLM.report)."""
-        return self.llm.report(self)
-
-    def then(self, more: "Output") -> "Output":
-        """This one and what follows it in the same rows, as one."""
-        token_ids = [a + b for a, b in zip(self.token_ids, more.token_ids, strict=True)]
-        text = [a + b for a, b in zip(self.text, more.text, strict=True)]
-        given = [n - len(ids) for n, ids in zip(more.prompt_tokens, self.token_ids, strict=True)]
-        first_token_s = self.first_token_s or self.prefill_s + more.first_token_s
-        decode_s, steps = self.decode_s + more.decode_s, self.steps + more.steps
-        return Output(token_ids, text, given, self.prefill_s, first_token_s, decode_s, steps, llm=self.llm)
+def is_chat(prompt: object) -> bool:
+    """Is this the messages of one chat?"""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
-def decode_tokens(
-    engine: Engine, output: Output, max_new_tokens: int, stops: Callable[[list[int]], bool], stride: int = 1
-) -> Iterator[tuple[int, int]]:
-    """Generates until every row has stopped or has max_new_tokens; yields (row, token) of each token that is
-    part of the output, and fills that.
-
-    stops(ids) sees all ids that the row has made. stride: steps between two looks at the tokens: more than 1
-    spares the device the wait for the host, but leaves tokens after the stop in the cache."""
-    rows, stopped = range(engine.context.batch_size), output.stopped
-    started, made, first_token_s = clock(engine.context.device), 0, 0.0
-    while made < max_new_tokens and len(stopped) < len(rows):
-        block = []
-        for _ in range(min(stride, max_new_tokens - made)):
-            block.append(engine.tokens.clone())
-            made += 1
-            if made < max_new_tokens:
-                engine.step()
-        tokens_of_block = torch.stack(block).tolist()
-        first_token_s = first_token_s or time.time() - started
-        for tokens in tokens_of_block:
-            for row in (row for row in rows if row not in stopped):
-                ids = output.token_ids[row]
-                ids.append(tokens[row])
-                if stops(ids):
-                    stopped[row] = [ids.pop()]
-                else:
-                    yield row, tokens[row]
-    output.first_token_s = output.prefill_s + first_token_s
-    output.decode_s, output.steps = time.time() - started, made - 1
-    engine.check_logits()
+def is_one_prompt(prompts: object) -> bool:
+    """Is this one prompt, and no list of prompts? One is a text, the messages of a chat, or token
+    ids: a list of numbers, or a numpy array or torch tensor of one dim."""
+    if isinstance(prompts, str) or is_chat(prompts):
+        return True
+    if hasattr(prompts, "ndim"):  # numpy's and torch's
+        return prompts.ndim == 1
+    if not isinstance(prompts, list | tuple):
+        kind = type(prompts).__name__
+        raise UserError(f"a prompt is a text, token ids or a chat's messages, not {kind}")
+    return len(prompts) > 0 and is_number(prompts[0])
 
 
-def decode_rows(engine: Engine, max_new_tokens: int, stops: Callable, stride: int = 1) -> Output:
-    """All of decode_tokens at once."""
-    output = Output([[] for _ in range(engine.context.batch_size)])
-    for _ in decode_tokens(engine, output, max_new_tokens, stops, stride):
-        pass
-    return output
+def is_number(x: object) -> bool:
+    """Is this one number: Python's, numpy's, or a torch tensor without dims?"""
+    return isinstance(x, numbers.Number) or getattr(x, "ndim", None) == 0
 
 
-# ----------------------------------------------------------------------------------------------- chat prompts
+def ids_as_list(prompt: object) -> list[int]:
+    """Token ids of a list, a numpy array or a torch tensor. UserError for what is none of these."""
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, list | tuple):
+        raise UserError(f"a prompt is a text, token ids or a chat's messages, not {prompt!r}")
+    ids = []
+    for value in values:
+        value = value.item() if hasattr(value, "item") else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UserError(f"token ids are whole numbers, not {value!r}")
+        ids.append(value)
+    return ids
+
+
+def check_messages(messages: object) -> None:
+    """Raises UserError unless these are dicts, each with a role and its content, both texts."""
+    fault = None
+    if not is_chat(messages):
+        fault = f"not {type(messages).__name__}"
+    else:
+        for message in messages:
+            texts = (message.get("role"), message.get("content")) if isinstance(message, dict) else ()
+            if not texts or not all(isinstance(text, str) for text in texts):
+                fault = f"not {message!r}"
+    if fault:
+        wanted = 'a chat is a list of messages, {"role": "user", "content": "..."}'
+        raise UserError(f"{wanted}, {fault}")
 
 
 def render_chat(template: str, **variables) -> str:
@@ -334,24 +356,6 @@ def render_chat(template: str, **variables) -> str:
         raise UserError(f"the model's chat template refuses this chat: {error}") from error
 
 
-def encode_chat(tokenizer, chat: list[dict[str, str]]) -> list[int]:
-    """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
-
-    chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
-    template = tokenizer.chat_template
-    if not template:
-        raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    said = "".join([template, *names, *(message["content"] for message in chat)])
-    mark = unused_character(said)
-    messages = []
-    for message in chat:
-        content = mark_control_tokens(message["content"], names, mark)
-        messages.append(message | {"content": content})
-    text = render_chat(template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables)
-    return tokenizer.encode_segments(split_control_tokens(text, names, mark), bos=False)
-
-
 def unused_character(text: str) -> str:
     """A character that the text does not have: the first one from those for private use on."""
     return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in text)
@@ -360,9 +364,9 @@ def unused_character(text: str) -> str:
 def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
     """A message in which no control token's name is whole, so that it stays text in the rendered chat.
 
-    Each name gets a mark after its first character: <|eot_id|> becomes <MARK|eot_id|>. A template moves
-    the content about, trims and splits it, and the mark goes with it; `split_control_tokens`, which tells the
-    template's names from the user's, takes it out again. names: the longest first."""
+    Each name gets a mark after its first character: <|eot_id|> becomes <MARK|eot_id|>. A template
+    moves the content about, trims and splits it, and the mark goes with it; `split_control_tokens`,
+    which tells the template's names from the user's, takes it out again. names: the longest first."""
     if not names:
         return content
     any_name = "|".join(map(re.escape, names))
@@ -383,69 +387,25 @@ def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[s
     return segments
 
 
-# --------------------------------------------------------------------------------- from a folder to an engine
+# ------------------------------------------------------------------------------------------ 2. ids
 
 
-def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
-    """device: cpu or cuda. dtype: as in --dtype."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device here; use --device cpu")
-    return torch.device(device), DTYPES.get(dtype, DTYPES["bf16" if device == "cuda" else "fp32"])
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
 
-
-def load(
-    source: Path | ModelConfig, device: str, dtype: str = "auto", weights: str | None = None, method="dense",
-    options: dict | None = None, seed=0
-) -> tuple[Llama, object]:  # fmt: skip
-    """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
-
-    weights: None for the dtype's, or "int8", after which the model serves this method alone."""
-    row = method_named(method)
-    place = device_and_dtype(device, dtype)
-    settings = settings_from(method, options or {})
-    build = model_file.build
-    if weights == "int8":
-        from extras import int8
-
-        artifact_of = lru_cache(partial(load_artifact, source, method))  # read once for all layers
-
-        def fold(model: Llama, i: int) -> None:
-            row.fold_all(model, settings, artifact_of(model), [i])
-
-        build = partial(int8.build, fold=fold)
-    if isinstance(source, ModelConfig):
-        config = replace(source, max_positions=1 << 20)
-        return model_file.random_model(config, *place, seed, build), None
-    if not source.is_dir():
-        raise UserError(f"{source}: there is no such folder; give a Hugging Face checkpoint")
-    return model_file.load_model(source, *place, build), model_file.load_tokenizer(source)
-
-
-def plan_caches(model: Llama, method: str, settings, artifact: dict, capacity: int) -> list[Cache]:
-    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
-    with torch.device("meta"):
-        shadow = Llama(model.config).to(model.norm.weight.dtype)
-    return method_named(method).build(shadow, settings, CacheContext(shadow, 1, capacity), artifact)
-
-
-def row_bytes(model: Llama, method: str, settings, artifact: dict, capacity: int) -> dict[str, int]:
-    """Bytes that the caches take of each kind of memory, cpu or cuda, for one row."""
-    caches, device = plan_caches(model, method, settings, artifact, capacity), model.norm.weight.device
-    needs = {"cpu": sum(cache.bytes_host() for cache in caches)}
-    return needs | {device.type: needs.get(device.type, 0) + sum(cache.bytes_formula() for cache in caches)}
-
-
-def check_memory(model: Llama, method: str, settings, artifact: dict, rows: int, capacity: int) -> None:
-    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
-    for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
-        share = free_memory(torch.device(kind)) / max(1, rows * needed)
-        if share < 1:
-            size = f"{rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
-            fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
-            raise UserError(f"not enough memory: the {method} cache of {size}; {fits}")
-
-
-# --------------------------------------------------------------------------------- from prompts to a report
+    chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
+    template = tokenizer.chat_template
+    if not template:
+        raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    contents = [message["content"] for message in chat]
+    mark = unused_character("".join([template, *names, *contents]))
+    messages = []
+    for message in chat:
+        content = mark_control_tokens(message["content"], names, mark)
+        messages.append(message | {"content": content})
+    text = render_chat(template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables)
+    return tokenizer.encode_segments(split_control_tokens(text, names, mark), bos=False)
 
 
 def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
@@ -456,17 +416,361 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
         raise UserError(f"{capacity} positions are more than the model's {most}{window}; shorten {shorten}")
 
 
-def check_lengths(prompts: list[list[int]], extra: int, capacity: int | None, config: ModelConfig) -> int:
-    """The cache's capacity in tokens. Raises UserError where prompt and new tokens do not fit."""
-    longest = max(map(len, prompts)) + extra
+def check_lengths(
+    prompts: list[list[int]], max_new_tokens: int, max_seq_length: int | None, config: ModelConfig
+) -> int:
+    """The tokens that a row must be able to hold: max_seq_length, or None: the longest prompt's need.
+
+    Raises UserError where prompt and new tokens do not fit, or an id is none of the model's."""
+    longest = max(len(ids) for ids in prompts) + max_new_tokens
     if not all(prompts):
         raise UserError("the prompt has no tokens; give some text")
-    if (largest := max(map(max, prompts))) >= (n := config.vocab_size):
-        raise UserError(f"token id {largest} is outside the model's vocabulary of {n}: another's tokenizer?")
-    if capacity and longest > capacity:
-        raise UserError(f"prompt and new tokens need {longest} positions, not {capacity}; raise --context")
-    check_capacity(capacity or longest, config, *["--context"] * bool(capacity))
-    return capacity or longest
+    for ids in prompts:
+        for wrong in (min(ids), max(ids)):
+            if not 0 <= wrong < config.vocab_size:
+                vocabulary = f"the model's vocabulary of {config.vocab_size}"
+                raise UserError(f"token id {wrong} is outside {vocabulary}: another's tokenizer?")
+    if max_seq_length is None:
+        check_capacity(longest, config)
+        return longest
+    if longest > max_seq_length:
+        needed = f"prompt and new tokens need {longest} positions, not {max_seq_length}"
+        raise UserError(f"{needed}; raise --max_seq_length")
+    check_capacity(max_seq_length, config, "--max_seq_length")
+    return max_seq_length
+
+
+# ----------------------------------------------------------- steps 3 to 5 belong to the engine
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.time()
+
+
+class Engine:
+    """A model, its caches, and the decode step over static buffers.
+
+    tokens [B] int64    the next token of each row, which a step writes
+    pos    [B] int32    where: a row holds so many tokens
+    logits [B, V]       after the last token that a row holds
+
+    sampling: how tokens are chosen, which may be set anew at any time. compiled: layers are compiled
+    by torch.compile. graphed: on CUDA the step is captured once as a CUDA graph, before any prompt
+    is read; the graph is right for every length, because lengths are read on the device."""
+
+    def __init__(
+        self,
+        model: Llama,
+        caches: list[Cache],
+        context: CacheContext,
+        sampling: "Sampling | None" = None,
+        compiled: bool = False,
+        graphed: bool = False,
+        seed: int = 0,
+    ):
+        self.model = model
+        self.caches = caches
+        self.context = context
+        self.sampling = sampling or Sampling()
+        self.generator = torch.Generator(context.device).manual_seed(seed)
+        self.tokens = context.zeros(dtype=torch.int64)
+        self.pos = context.zeros(dtype=torch.int32)
+        self.logits = context.zeros(model.config.vocab_size)
+        self.n_steps = 0  # decode steps so far
+        self.graph: torch.cuda.CUDAGraph | None = None
+        started = time.time()
+        self._choose_functions(compiled)
+        if graphed:
+            self.graph = self._capture()
+        elif compiled:
+            self._run_step()  # compiles now
+        # What warm-up wrote lies beyond every row's length: prefill and decode overwrite it.
+        self.tokens.zero_()
+        self.pos.zero_()
+        self.capture_s = time.time() - started if compiled or graphed else 0.0
+
+    # -------------------------------------------------------------------------- 3. prefill a row
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Reads one prompt a row, none for []: these rows hold nothing then."""
+        self.pos.zero_()
+        self.append(prompts)
+
+    def append(self, prompts: list[list[int]]) -> None:
+        """Reads more tokens of each row, none for []. `logits` are then those after the last token."""
+        rows = [row for row, ids in enumerate(prompts) if ids]
+        bar = Progress("reading", len(rows) * len(self.model.layers))
+        for row in rows:
+            tokens = torch.tensor(prompts[row], device=self.context.device)
+            start = int(self.pos[row])
+            self.logits[row] = self.model.extend(tokens, row, start, self.caches, bar.tick)
+            self.pos[row] += len(tokens)
+        self.check_logits()
+
+    def check_logits(self) -> None:
+        """Raises UserError where the last logits are no numbers to choose by."""
+        if not self.logits.isfinite().all():
+            dtype = self.logits.dtype
+            raise UserError(f"the logits are not finite in {dtype}; use --dtype bf16 or fp32")
+
+    def row_state(self, row: int, n: int) -> dict[str, Tensor]:
+        """Views of all that a row of n tokens is: its part of every cache, its length, its logits."""
+        state = {"pos": self.pos[row], "logits": self.logits[row]}
+        for i, cache in enumerate(self.caches):
+            for name, x in cache.row_state(row, n).items():
+                state[f"{i}.{name}"] = x
+        return state
+
+    def copy_row_state(self, row: int) -> dict[str, Tensor]:
+        """A copy of a row's state, in the computer's own memory."""
+        state = self.row_state(row, int(self.pos[row]))
+        return {name: copy_to_cpu(x) for name, x in state.items()}
+
+    def restore_row(self, row: int, n: int, state: dict[str, Tensor]) -> None:
+        """Makes a row one of n tokens, of the state that `row_state` gave of it or of another."""
+        self.pos[row] = state["pos"]
+        self.logits[row] = state["logits"]
+        for i, cache in enumerate(self.caches):
+            own = {name: state[f"{i}.{name}"] for name in cache.row_state(row, n)}
+            cache.restore_row(row, n, own)
+
+    # ------------------------------------------------------------------------ 4. the first token
+
+    def draw(self) -> None:
+        """Chooses `tokens` by the last logits. Decoding starts with it, not reading: a row that was
+        saved, forked or asked twice draws each time, by the sampling of that time."""
+        if self.sampling.temperature == 0:
+            self.set_tokens(self.greedy(self.logits))
+        else:
+            self.set_tokens(sample(self.logits, self.sampling, self.generator))
+
+    def set_tokens(self, ids: Tensor) -> None:
+        """Makes ids [B] the `tokens`."""
+        self.tokens.copy_(ids)
+
+    # ------------------------------------------------------------------------------- 5. the step
+
+    def step(self) -> None:
+        """Writes `tokens` at `pos`, and replaces them by the next ones."""
+        if self.graph is None:
+            self._run_step()
+        else:
+            self.graph.replay()
+        self.n_steps += 1
+        # Greedy tokens are chosen within the graph. A draw follows it: its temperature, top_k and
+        # top_p may change from call to call, and a graph would have to own the random numbers.
+        if self.sampling.temperature > 0:
+            self.draw()
+
+    def _run_step(self) -> None:
+        """What a graph captures: logits of the next position, and the likeliest tokens."""
+        logits = self.decode(self.model, self.tokens, self.pos, self.caches, self.layer_step, self.last_step)
+        self.logits.copy_(logits)
+        self.set_tokens(self.greedy(self.logits))
+        self.pos += 1
+
+    def _choose_functions(self, compiled: bool) -> None:
+        """Sets the decode step, its two parts (a layer, the logits), and the greedy choice."""
+        self.decode = Llama.decode
+        self.layer_step = decode_layer
+        self.last_step = decode_logits
+        self.greedy = greedy
+        hopper = import_hopper(self.context.device) if self.context.kernel else None
+        if hopper:
+            # Its decode step makes the same logits.
+            chained = hopper.chained_decode(self.model, self.context.batch_size)
+            if chained is not None:
+                self.decode, self.layer_step, self.last_step = chained
+        if compiled:
+            # Layers of one kind share their compiled code: seconds, where the whole step would take
+            # far longer.
+            self.layer_step = torch.compile(self.layer_step, dynamic=False)
+            self.last_step = torch.compile(self.last_step, dynamic=False)
+            self.greedy = torch.compile(greedy, dynamic=False)
+            # Kinds of layers and shapes, over all engines of a process; beyond this many they run
+            # uncompiled.
+            torch._dynamo.config.recompile_limit = 1 << 12
+            torch._dynamo.config.accumulated_recompile_limit = 1 << 12
+
+    def _capture(self) -> "torch.cuda.CUDAGraph":
+        """The step as one CUDA graph; warmed up on a side stream first, as capture requires."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._run_step()
+                self.pos.zero_()  # a cache may have room for no more
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # NCCL has threads of its own
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._run_step()
+        return graph
+
+
+# An index of the first element. Indexing copies by a kernel, which reaches host memory, too.
+FIRST = torch.zeros(1, dtype=torch.int64)
+
+
+def copy_to_cpu(x: Tensor) -> Tensor:
+    """A copy of a tensor, or of host memory that a GPU sees, in the computer's own memory."""
+    return x[None][FIRST][0].cpu()
+
+
+# --------------------------------------------------------------------------------------- 6. sample
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits [B, V] -> ids [B] of the largest, the first of equal ones."""
+    parts = 64  # a whole row of logits would be one multiprocessor's
+    width = -(-logits.shape[-1] // parts)
+    padding = parts * width - logits.shape[-1]
+    padded = F.pad(logits, (0, padding), value=-torch.inf)
+    best, place = padded.unflatten(-1, (parts, width)).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * width + place.gather(-1, part))[:, 0]
+
+
+def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+    """logits [B, V] -> token ids [B]. Fixed shapes, and no host sync.
+
+    generator: of the random numbers; None: the process's own."""
+    if sampling.temperature == 0:
+        return greedy(logits)
+    logits = logits.float()
+    # What is below fp32's numbers would divide 0 by 0.
+    temperature = max(sampling.temperature, 1e-30)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if sampling.top_k:
+        k = min(sampling.top_k, logits.shape[-1])
+        worst = logits.topk(k).values[:, -1:]
+        logits = logits.masked_fill(logits < worst, -torch.inf)
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probs.sort(descending=True)
+        # the token that crosses top_p stays
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        ordered = ordered.masked_fill(outside, 0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ordered)
+    # The largest of p / Exponential(1) is a draw from p; torch.multinomial would sync with the host.
+    waiting_times = torch.empty_like(probs).exponential_(1, generator=generator)
+    return (probs / waiting_times).argmax(-1)
+
+
+# --------------------------------------------------------------------------------------- 7. stream
+
+
+class NewToken(NamedTuple):
+    """A token that a row has made."""
+
+    row: int
+    id: int
+    is_stop: bool  # it ends the answer, and is no part of it
+
+
+def decode_tokens(
+    engine: Engine,
+    max_new_tokens: int,
+    stops: Callable[[list[int]], bool],
+    stride: int = 1,
+    rows: int | None = None,
+) -> Iterator[NewToken]:
+    """Generates until each of the first `rows` rows (None: all) has stopped or has max_new_tokens.
+
+    stops(ids) sees all ids that a row has made. stride: steps between two looks at the tokens: more
+    than 1 spares the device the wait for the host, but leaves tokens after the stop in the cache."""
+    running = list(range(rows or engine.context.batch_size))
+    made = {row: [] for row in running}
+    n = 0
+    if max_new_tokens > 0:
+        engine.draw()
+    while n < max_new_tokens and running:
+        block = []
+        for _ in range(min(stride, max_new_tokens - n)):
+            block.append(engine.tokens.clone())
+            n += 1
+            if n < max_new_tokens:
+                engine.step()
+        for tokens in torch.stack(block).tolist():  # the host waits here
+            for row in list(running):
+                made[row].append(tokens[row])
+                is_stop = stops(made[row])
+                if is_stop:
+                    running.remove(row)
+                yield NewToken(row, tokens[row], is_stop)
+    engine.check_logits()
+
+
+def decode_rows(
+    engine: Engine, max_new_tokens: int, stops: Callable[[list[int]], bool], stride: int = 1
+) -> list[list[int]]:
+    """The ids that decode_tokens makes in each row, without those that stop it."""
+    made = [[] for _ in range(engine.context.batch_size)]
+    for token in decode_tokens(engine, max_new_tokens, stops, stride):
+        if not token.is_stop:
+            made[token.row].append(token.id)
+    return made
+
+
+@dataclass
+class Output:
+    """What was generated after one prompt.
+
+    text           the answer as text ("" of a model without a tokenizer)
+    token_ids      its ids
+    prompt_tokens  how many tokens it follows: the prompt's, and what the row held before
+    finish_reason  "stop": the model, or the end of a line, ended it; "length": max_new_tokens did"""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: str
+
+
+class Request(NamedTuple):
+    """What a call asks for, for each of its prompts."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    ignore_eos: bool = False
+    one_line: bool = False  # the first line of text ends an answer
+    streamed: bool = False  # each token is shown when it is made
+
+    def stride(self, stop_ids: set[int], device: torch.device) -> int:
+        """Steps between two looks at the tokens. Tokens after a stop would stay in the cache, and
+        what follows would read all of the row again."""
+        can_end_early = bool(stop_ids) or self.one_line or self.streamed
+        return 16 if device.type == "cuda" and not can_end_early else 1
+
+
+# --------------------------------------------------------------------------------------- 8. report
+
+
+@dataclass
+class Run:
+    """The figures of one call of an LLM, filled while it runs."""
+
+    outputs: list[Output] = field(default_factory=list)
+    prefill_s: float = 0.0  # before the first token
+    first_token_s: float | None = None  # from the start of reading
+    decode_s: float = 0.0
+    rows: int = 0  # prompts that were served at once, the last time
+    row_steps: int = 0  # decode steps, counted once for each prompt
+
+    def outputs_in_cache(self) -> list[Output]:
+        """Those of the last prompts that were served at once."""
+        return self.outputs[len(self.outputs) - self.rows :]
 
 
 def peak_memory(device: torch.device) -> int:
@@ -482,15 +786,75 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    is_cpu = device.type == "cpu"
-    return f"cpu ({torch.get_num_threads()} threads)" if is_cpu else torch.cuda.get_device_name(device)
+    """The device as a report names it."""
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return torch.cuda.get_device_name(device)
+
+
+def mean_miss_rate(caches: list[Cache]) -> float | None:
+    """Over the layers; None of a method that fetches nothing."""
+    rates = []
+    for cache in caches:
+        rate = cache.miss_rate()
+        if rate is not None:
+            rates.append(rate)
+    return round(sum(rates) / len(rates), 4) if rates else None
+
+
+def model_name(source: Path | ModelConfig) -> str:
+    """A folder's path, or the name of a shape with random weights."""
+    for name, shape in SHAPES.items():
+        if source is shape:
+            return name
+    return str(source)
+
+
+def report_of(llm: "LLM", run: Run) -> dict:
+    """A run in figures: lists have one entry a prompt; bytes are this process's."""
+    engine = llm.engine
+    context = engine.context
+    bytes_read = 0
+    for output in run.outputs_in_cache():
+        length = output.prompt_tokens + len(output.token_ids)
+        bytes_read += sum(cache.bytes_read(length) for cache in engine.caches)
+    tokens_per_s = None
+    if run.row_steps:
+        tokens_per_s = round(run.row_steps / run.decode_s, 2)
+    first_token_s = None
+    if run.first_token_s is not None:
+        first_token_s = round(run.first_token_s, 4)
+    return {
+        "method": llm.method,
+        "settings": dataclasses.asdict(llm.settings),
+        "model": model_name(llm.source),
+        "seed": llm.seed,
+        "device": device_name(context.device),
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "prompt_tokens": [output.prompt_tokens for output in run.outputs],
+        "new_tokens": [len(output.token_ids) for output in run.outputs],
+        "token_ids": [output.token_ids for output in run.outputs],
+        "text": [output.text for output in run.outputs],
+        "prefill_s": round(run.prefill_s, 4),
+        "first_token_s": first_token_s,
+        "decode_tokens_per_s": tokens_per_s,
+        **cache_bytes(engine.caches),
+        "bytes_read_per_step": bytes_read,
+        "peak_memory_bytes": peak_memory(context.device),
+        "miss_rate": mean_miss_rate(engine.caches),
+        "capture_s": round(engine.capture_s, 3),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+# ------------------------------------------------------------------------- all steps together: LLM
 
 
 class SavedFacts(NamedTuple):
     """What a file of `LLM.save` says about its rows."""
 
     lengths: list[int]  # tokens that the cache holds of each row
-    context: int  # tokens that the saved cache had room for
+    max_seq_length: int  # tokens that a row of the saved cache had room for
     note: object  # what the caller of `save` added, or None
 
 
@@ -506,264 +870,552 @@ def saved_facts(path: Path) -> SavedFacts:
     return SavedFacts(*json.loads(metadata["rows"]))
 
 
+class HeldMemory(NamedTuple):
+    """What all rows of a cache hold."""
+
+    tokens: int
+    bytes: int  # in all memory
+    share: float  # of what a dense cache would take for them
+
+
 class LLM:
-    """A model and a cache: prompts in, text out. The command line is a thin user of it.
+    """A model and its cache: prompts in, text out.
 
-    source: a Hugging Face folder, None for the embedded model, or a ModelConfig, whose weights are random.
-    batch_size: rows (None: as many as there are prompts). context: tokens a row can hold (None: 4096, or what
-    the first prompts need). settings: the method's. All else, and what raises UserError, is the command
-    line's. A prompt is a text, token ids, or the messages of a chat, dicts with role and content."""
+        llm = LLM("FOLDER", method="sals", max_seq_length=8192)
+        output = llm.generate("Once upon a time", max_new_tokens=50, temperature=0.8)
+        print(output.text, llm.report()["cache_bytes_measured"])
 
+    source          a Hugging Face folder; None: the embedded model; a ModelConfig: random weights
+    method          what the cache stores: a name of compress.METHODS, or of extras/baselines.py
+    max_seq_length  tokens that a row can hold, prompt and answer together (None: 4096, or what the
+                    first call needs)
+    batch_size      rows of the cache: prompts that are served at once (None: the first call's)
+    device          "cpu" or "cuda" (None: "cuda" where there is one)
+    dtype           "bf16", "fp16" or "fp32" ("auto": fp32 on a CPU, bf16 on a GPU)
+    weights         "int8": the linear layers' weights in 8 bits (None: in dtype)
+    seed            of the draws and of random weights; the process's random numbers stay untouched
+    use_compile     compile the step by torch.compile (None: on a GPU)
+    use_kernels     run operations as Triton kernels, or in PyTorch (None: as kernels on a GPU)
+    settings        the method's own: `python generate.py --method sals --help` lists them
+
+    A prompt is a text, token ids (a list, a numpy array, a torch tensor), or the messages of a chat,
+    dicts with role and content. Every method raises UserError, with one line that says what is
+    wrong, for what it cannot do. `token_ids` has the ids that each row holds."""
+
+    @errors_in_python_words()
     def __init__(
-        self, source: str | Path | ModelConfig | None = None, method: str = "dense", *, batch_size=None,
-        context=None, device: str | None = None, dtype: str = "auto", weights: str | None = None, seed=0,
-        temperature=0.0, top_k=0, top_p=1.0, compile=None, kernels=None, **settings
-    ):  # fmt: skip
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.source = source if isinstance(source, ModelConfig) else Path(source or NANO)
-        self.method, self.options, self.seed, self.weights = method, settings, seed, weights
-        self.model, self.tokenizer = load(self.source, device, dtype, weights, method, settings, seed)
-        self.settings, self.batch_size, self.capacity = settings_from(method, settings), batch_size, context
-        self.compile, self.kernels = compile, kernels
-        self.sampling, self.engine = Sampling(temperature, top_k, top_p), None  # `open` builds the engine
-        self.told: list[list[int]] = []  # ids that each row was given and made; most are in its cache
+        self,
+        source: str | Path | ModelConfig | None = None,
+        method: str = "dense",
+        max_seq_length: int | None = None,
+        batch_size: int | None = None,
+        device: str | None = None,
+        dtype: str = "auto",
+        weights: str | None = None,
+        seed: int = 0,
+        use_compile: bool | None = None,
+        use_kernels: bool | None = None,
+        **settings,
+    ):
+        check_options(seed=seed)
+        if max_seq_length is not None:
+            check_options(max_seq_length=max_seq_length)
+        if batch_size is not None:
+            check_options(batch_size=batch_size)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if not isinstance(source, ModelConfig):
+            source = Path(source or NANO)
+        self.source = source
+        self.method = method
+        self.settings = settings_from(method, settings)
+        self.max_seq_length = max_seq_length
+        self.batch_size = batch_size
+        self.weights = weights
+        self.seed = seed
+        self.use_compile = use_compile
+        self.use_kernels = use_kernels
+        self.model, self.tokenizer = load(source, device, dtype, weights, method, settings, seed)
+        self.engine: Engine | None = None  # `build_engine` makes it, when rows are known
+        self.token_ids: list[list[int]] = []  # of each row, given and made; most are in its cache
+        self.run: Run | None = None  # the last call
+        self._open_stream: Generator[str, None, None] | None = None
 
-    def open(self, rows: int, need: int = 0) -> "LLM":
-        """Builds the caches of so many rows, once; it may change the model's weights. need: tokens of a row,
-        where no context was given. UserError, before anything is built, where something does not fit."""
-        model, c, settings = self.model, self.model.config, self.settings
-        shortest = min(4096, c.max_positions, c.sliding_window or 4096)
-        capacity = self.capacity or max(need, shortest)
-        check_capacity(capacity, c, "--context")
-        artifact = load_artifact(self.source, self.method, model)
-        check_memory(model, self.method, settings, artifact, rows, capacity)
-        context = CacheContext(model, rows, capacity, self.kernels)
-        caches = method_named(self.method).build(model, settings, context, artifact)
-        if hasattr(settings, "budget") and sum(settings.budget(capacity)) >= capacity:
-            print(f"note: the budget covers {capacity} tokens: every token is attended", file=sys.stderr)
-        graphed = context.device.type == "cuda"
-        compiled = graphed if self.compile is None else self.compile
-        if compiled and not graphed:
-            for cache in caches:  # Inductor's code for a CPU drops some of KIVI's keys: caches stay eager
-                cache.decode = torch.compiler.disable(cache.decode)
-        try:
-            self.engine = Engine(model, caches, context, self.sampling, compiled, graphed)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            cause = str(error).split("\n")[0]
-            raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
-        self.capacity, self.told = capacity, [[] for _ in range(rows)]
-        torch.manual_seed(self.seed)
-        return self
+    # ---- what one calls
 
-    def encode(self, prompt: str | list, after: list[int] = ()) -> list[int]:
-        """Token ids of a prompt, with those that it follows."""
-        if isinstance(prompt, str):
-            return [*after, *(self.tokenizer.encode_continuation if after else self.tokenizer.encode)(prompt)]
-        is_chat = prompt and isinstance(prompt[0], dict)
-        return encode_chat(self.tokenizer, prompt) if is_chat else [*after, *prompt]
+    @errors_in_python_words()
+    def generate(
+        self,
+        prompts: str | list,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        ignore_eos: bool = False,
+        follow: bool = False,
+    ) -> Output | list[Output]:
+        """The text after one prompt, or a list of outputs for a list of prompts, in its order.
 
-    def read(self, prompts: list, max_new_tokens: int = 0, follow: bool = False) -> Output:
-        """Reads a prompt a row, of the first rows if there are fewer; where each begins with all that its row
-        holds, only what is new. follow: the prompts come after that. UserError where they do not fit."""
-        ids = [*map(self.encode, prompts, self.told if follow else [()] * len(prompts))]
-        need = check_lengths(ids, max_new_tokens, self.capacity, self.model.config)
-        engine = self.engine or self.open(self.batch_size or len(ids), need).engine
-        started, idle = clock(engine.context.device), [[]] * (len(self.told) - len(ids))
-        rows = [*zip(ids, self.told, engine.pos.tolist(), strict=False)]
-        if all(0 < n <= len(old) and new[:n] == old[:n] for new, old, n in rows):
-            if any(more := [new[n:] for new, _, n in rows]):
-                engine.feed(more + idle)
-            self.told[: len(ids)] = ids
+        More prompts than rows are served in groups; with fewer, rows are idle.
+
+        temperature: 0 takes the likeliest token. top_k: draw among the k likeliest (0: all). top_p:
+        draw among the likeliest that together have this probability. ignore_eos: go on after the
+        model's stop token. follow: each prompt goes on from what its row of the cache holds; a
+        chat's messages are the whole chat all the same."""
+        request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos)
+        is_one = is_one_prompt(prompts)
+        ids = self._prompt_ids([prompts] if is_one else prompts, max_new_tokens, follow)
+        self._begin_run(follow)
+        rows = len(self.token_ids)
+        for first in range(0, len(ids), rows):
+            for _ in self._answer(ids[first : first + rows], request):
+                pass
+        return self.run.outputs[0] if is_one else self.run.outputs
+
+    @errors_in_python_words()
+    def stream(
+        self,
+        prompt: str | list,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        ignore_eos: bool = False,
+        follow: bool = False,
+    ) -> Generator[str, None, None]:
+        """The text after one prompt, piece by piece as tokens are made. Arguments as in `generate`.
+
+        One may leave it early: the row then holds what was shown, and follow=True goes on from
+        there. It ends by itself when anything else uses the cache."""
+        request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos, streamed=True)
+        if not is_one_prompt(prompt) and len(prompt):
+            raise UserError("stream takes one prompt; generate takes a list of them")
+        self._end_stream()
+        self._open_stream = self._pieces(prompt, request, follow)
+        return self._open_stream
+
+    @errors_in_python_words()
+    def chat(
+        self,
+        messages: Chat,
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> Output:
+        """The next message of a chat, by the model's own template. Other arguments as in `generate`.
+
+        messages: [{"role": "user", "content": "..."}, ...], the user's last."""
+        check_messages(messages)
+        return self.generate(messages, max_new_tokens, temperature, top_k, top_p, ignore_eos)
+
+    @errors_in_python_words()
+    def prefill(self, prompts: str | list) -> None:
+        """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True go
+        on from there, and so does `ask`; `save` keeps it."""
+        if not is_one_prompt(prompts):
+            n = len(prompts)
+            rows = len(self.token_ids) or self.batch_size or n
+            if n > rows:
+                raise UserError(f"{n} prompts are more than {rows} rows; set a larger --batch_size")
         else:
-            engine.prefill(ids + idle)
-            self.told = ids + idle
-        return self.begun(started)
-
-    def begun(self, started: float) -> Output:
-        """The output of rows that were read, and have made nothing yet."""
-        told, took = self.told, clock(self.engine.context.device) - started
-        self.output = Output([[] for _ in told], [""] * len(told), [*map(len, told)], took)
-        self.output.llm = weakref.proxy(self)  # else `del llm` would not free the model
-        return self.output
-
-    def tokens(
-        self, prompts: list, max_new_tokens=100, *, follow=False, ignore_eos=False, line=False
-    ) -> Iterator[tuple[int, int]]:  # fmt: skip
-        """Reads the prompts, which fill the rows in turn, then yields (row, token) as they are made; at last
-        `output` has all. line: its first line of text ends an answer. ignore_eos: nothing else does."""
-        rows = len(self.told) or self.batch_size or len(prompts)
-        if not prompts:
-            raise UserError("there is no prompt; give one")
-        if len(prompts) > rows:
-            raise UserError(f"{len(prompts)} prompts are more than {rows} rows; set a larger batch_size")
-        prompts = [prompts[i % len(prompts)] for i in range(rows)]
-        output, decode = self.read(prompts, max_new_tokens, follow), self.tokenizer and self.tokenizer.decode
-        stop_ids = self.tokenizer.stop_ids if decode and not ignore_eos else set()
-
-        def stops(ids: list[int]) -> bool:
-            return ids[-1] in stop_ids or line and "\n" in decode(ids).lstrip()
-
-        # Tokens after a stop would stay in the cache, and a follow-up would read all of it again.
-        stride = 16 if self.model.norm.weight.is_cuda and not (stop_ids or line) else 1
-        try:
-            yield from decode_tokens(self.engine, output, max_new_tokens, stops, stride)
-        except GeneratorExit:  # the caller takes no more: the rows hold what it took
-            self._finish(output)
-            raise
-        self._finish(output)
-
-    def _finish(self, output: Output) -> None:
-        """Gives the output its text, and each row what it has made."""
-        for row, ids in enumerate(output.token_ids):
-            if self.tokenizer:
-                output.text[row] = self.tokenizer.decode(ids, self.told[row])
-            self.told[row] = self.told[row] + ids + output.stopped.get(row, [])
-
-    def generate(self, prompts: str | list, max_new_tokens: int = 100, **how) -> Output:
-        """Text after each prompt. how: as in `tokens`."""
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        for _ in self.tokens(prompts, max_new_tokens, **how):
+            prompts = [prompts]
+        ids = self._prompt_ids(prompts, 0, follow=False)
+        self._begin_run()
+        for _ in self._answer(ids, Request(0, Sampling())):
             pass
-        return self.output
 
-    def stream(self, prompt: str | list, max_new_tokens: int = 100, **how) -> Iterator[str]:
-        """The text after one prompt, piece by piece as tokens are made (ignore_eos on CUDA: 16 at once)."""
-        pieces = None
-        for row, token in self.tokens([prompt], max_new_tokens, **how):
-            pieces = pieces or StreamDecoder(self.tokenizer, self.told[0])
-            if not row:
-                yield pieces.push(token)
-        yield pieces.flush() if pieces else ""
+    @errors_in_python_words()
+    def ask(
+        self,
+        questions: str | list[str],
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        ignore_eos: bool = False,
+    ) -> Output | list[Output]:
+        """An answer of one line to each question about what row 0 holds. Arguments as in `generate`.
 
-    def chat(self, messages: list[dict[str, str]], max_new_tokens: int = 100, **how) -> Output:
-        """The next message of a chat, by the model's own template."""
-        return self.generate([messages], max_new_tokens, **how)
+        No question sees another, nor its answer. With more rows than one so many are answered at
+        once. Afterwards row 0 is as it was, and the other rows hold nothing."""
+        request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos, one_line=True)
+        if not self.token_ids or not self.token_ids[0]:
+            raise UserError("nothing was read that could be asked about; prefill or load it first")
+        is_one = isinstance(questions, str)
+        if is_one:
+            questions = [questions]
+        if not questions:
+            raise UserError("there is no question; give one")
+        document = self.token_ids[0]
+        ids = [self.encode(f"\n{question}", document) for question in questions]
+        check_lengths(ids, max_new_tokens, self.max_seq_length, self.model.config)
+        self._begin_run(follow=True)
+        self._settle()
+        n = int(self.engine.pos[0])
+        state = self.engine.copy_row_state(0)
+        rows = len(self.token_ids)
+        try:
+            for first in range(0, len(ids), rows):
+                group = ids[first : first + rows]
+                for row in range(len(group)):
+                    self._restore(row, n, state, document)
+                for _ in self._answer(group, request):
+                    pass
+        finally:
+            self._restore(0, n, state, document)
+            self.engine.pos[1:] = 0
+            self.token_ids[1:] = [[] for _ in range(rows - 1)]
+        answers = [replace(output, text=output.text.strip()) for output in self.run.outputs]
+        return answers[0] if is_one else answers
 
-    def ask(self, questions: list[str], max_new_tokens: int = 100, **how) -> tuple[Output, list[str]]:
-        """An answer of one line to each question about what row 0 holds: one after another in it; or, if
-        there are more rows, all at once, each in a copy of it. The output is the last one and this."""
-        if not self.told:
-            raise UserError("nothing was read that could be asked about; read or load it first")
-        rows, output, answers = len(self.told), self.output, []
-        if rows > 1:
-            self.fork(0, rows)
-        for group in [questions] if rows > 1 else [[question] for question in questions]:
-            group = [f"\n{question}" for question in group]
-            made = self.generate(group, max_new_tokens, follow=True, line=True, **how)
-            output, answers = output.then(made), answers + [text.strip() for text in made.text]
-        return output, answers[: len(questions)]
+    @errors_in_python_words()
+    def report(self) -> dict:
+        """The figures of the last call: lists have an entry for each prompt, bytes are of all rows."""
+        if self.run is None:
+            raise UserError("there is nothing to report yet; generate or prefill something first")
+        return report_of(self, self.run)
 
+    # ---- the rows of the cache
+
+    @errors_in_python_words()
     def fork(self, row: int, n: int) -> None:
-        """Makes the first n rows copies of one."""
+        """Makes the first n rows copies of one. Each draws its own tokens."""
+        self._check_rows(row + 1, n)
+        self._end_stream()
+        self._settle()
         length = int(self.engine.pos[row])
-        parts = self.engine.used(row, length)
-        for other in {*range(n)} - {row}:
-            self.engine.put(other, length, parts)
-            self.told[other] = self.told[row]
+        state = self.engine.row_state(row, length)
+        ids = self.token_ids[row]
+        for other in range(n):
+            if other != row:
+                self._restore(other, length, state, ids)
 
-    def held(self) -> dict[str, float]:
-        """Of all rows: tokens held; their bytes in all memory; these as a share of dense's."""
-        lengths, caches, context = self.engine.pos.tolist(), self.engine.caches, self.engine.context
-        parts = (cache.row_state(row, n) for cache in caches for row, n in enumerate(lengths) if n)
-        size, tokens = sum(x.nbytes for part in parts for x in part.values()), sum(lengths)
-        dense = dense_bytes(context) * len(caches) * tokens / (len(lengths) * context.max_seq_length)
-        return {"tokens": tokens, "bytes": size, "share": size / max(1, dense)}
+    @errors_in_python_words()
+    def crop(self, n: int) -> None:
+        """Takes every row back to its first n tokens; shorter rows stay. Dense caches forget the
+        others; the rest cannot, so that the n tokens are read once more."""
+        self._check_rows()
+        longest = max(len(ids) for ids in self.token_ids)
+        check_number("n", n, int, f"[1, {max(1, longest)}]")
+        self._end_stream()
+        engine = self.engine
+        self.token_ids = [ids[:n] for ids in self.token_ids]
+        can_go_back = all(type(cache) is compress.DenseCache for cache in engine.caches)
+        if can_go_back and int(engine.pos.min()) >= n:
+            engine.pos.fill_(n - 1)
+            engine.append([ids[-1:] for ids in self.token_ids])  # for the logits after it
+        else:
+            engine.prefill(self.token_ids)
 
-    def identity(self) -> dict[str, str]:
-        """What a saved cache must agree on with this one."""
-        own = {"method": self.method, "settings": str(self.settings), "weights": str(self.weights)}
-        own["dtype"] = str(self.model.norm.weight.dtype)
-        if isinstance(self.source, Path) and (name := method_named(self.method).artifact):
-            own["artifact"] = model_file.fingerprint([compress.artifact_path(self.source, name)])
-        return compress.model_identity(self.model) | own
-
+    @errors_in_python_words()
     def save(self, path: str | Path, note: object = None) -> None:
         """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be.
+
         note: what else the file shall tell, in JSON (`saved_facts` reads it)."""
+        self._check_rows()
+        self._end_stream()
+        self._settle()
         tensors = {}
         lengths = []
         for row, n in enumerate(self.engine.pos.tolist()):
             if n == 0:
                 continue
-            parts = self.engine.used(row, n) | {"ids": torch.tensor(self.told[row])}
-            for name, x in parts.items():
-                tensors[f"{len(lengths)}.{name}"] = x[None][FIRST][0].cpu()
+            state = self.engine.copy_row_state(row)
+            state["ids"] = torch.tensor(self.token_ids[row])
+            for name, x in state.items():
+                tensors[f"{len(lengths)}.{name}"] = x
             lengths.append(n)
-        facts = SavedFacts(lengths, self.engine.context.max_seq_length, note)
-        compress.save_artifact(tensors, Path(path), self.identity() | {"rows": json.dumps(facts)})
+        facts = SavedFacts(lengths, self.max_seq_length, note)
+        metadata = self.identity() | {"rows": json.dumps(facts)}
+        compress.save_artifact(tensors, Path(path), metadata)
 
-    def load(self, path: str | Path, max_new_tokens: int = 0) -> Output:
-        """Makes the rows those of a file of `save`, in turn, with room for max_new_tokens more. UserError
-        where the file is of another model, method or settings, or its rows do not fit."""
-        started, remedy = time.time(), "load it with the options that saved it, or save it again"
+    @errors_in_python_words()
+    def load(self, path: str | Path, room: int = 0) -> None:
+        """Makes the rows those of a file of `save`, in turn where there are more rows.
+
+        room: tokens that shall fit after them, where no max_seq_length was given. UserError where
+        the file is of another model, method or settings, or its rows do not fit."""
+        self._end_stream()
+        started = time.time()
+        remedy = "load it with the options that saved it, or save it again"
         metadata, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
-        lengths, context, _ = SavedFacts(*json.loads(metadata["rows"]))
-        if not self.engine:
-            self.capacity = self.capacity or max(context, max(lengths) + max_new_tokens)
-            self.open(self.batch_size or len(lengths))
-        rows, capacity, saved = len(self.told), self.capacity, []
-        for what, wanted, given in (("batch_size", len(lengths), rows), ("context", max(lengths), capacity)):
-            if wanted > given:
-                raise UserError(f"{path} needs a --{what} of {wanted}, not {given}; raise --{what}")
-        for i, n in enumerate(lengths):
-            here = self.engine.used(0, n)
-            saved.append({name: tensors.get(f"{i}.{name}") for name in [*here, "ids"]})
-            if any(saved[i][name] is None or saved[i][name].shape != x.shape for name, x in here.items()):
-                fault = f"saved with --context {context}, for which the budget is not that of {capacity}"
-                raise UserError(f"{path}: {fault}; give --context {context}")
+        facts = SavedFacts(*json.loads(metadata["rows"]))
+        longest = max(facts.lengths)
+        if self.engine is None:
+            if self.max_seq_length is None:
+                self.max_seq_length = max(facts.max_seq_length, longest + room)
+            self.build_engine(self.batch_size or len(facts.lengths))
+        rows = len(self.token_ids)
+        needs = [
+            ("batch_size", len(facts.lengths), rows),
+            ("max_seq_length", longest, self.max_seq_length),
+        ]
+        for name, needed, here in needs:
+            if needed > here:
+                raise UserError(f"{path} needs a --{name} of {needed}, not {here}; raise --{name}")
+
+        states = []
+        for i, n in enumerate(facts.lengths):
+            state = {"ids": tensors.get(f"{i}.ids")}
+            for name, x in self.engine.row_state(0, n).items():
+                saved = tensors.get(f"{i}.{name}")
+                if saved is None or saved.shape != x.shape:
+                    was = f"saved with --max_seq_length {facts.max_seq_length}"
+                    fault = f"{was}, for which the budget is not that of {self.max_seq_length}"
+                    remedy = f"give --max_seq_length {facts.max_seq_length}"
+                    raise UserError(f"{path}: {fault}; {remedy}")
+                state[name] = saved
+            states.append(state)
+        self._begin_run()
         for row in range(rows):
-            self.engine.put(row, lengths[row % len(saved)], saved[row % len(saved)])
-            self.told[row] = saved[row % len(saved)]["ids"].tolist()
-        return self.begun(started)
+            i = row % len(states)
+            self._restore(row, facts.lengths[i], states[i], states[i]["ids"].tolist())
+        self.run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
+        self.run.rows = rows
+        self.run.prefill_s = clock(self.engine.context.device) - started
 
-    def report(self, output: Output) -> dict:
-        """The run in figures: counts are per row, bytes are this process's."""
+    def identity(self) -> dict[str, str]:
+        """What a saved cache must agree on with this one."""
+        identity = compress.model_identity(self.model)
+        identity["method"] = self.method
+        identity["settings"] = str(self.settings)
+        identity["weights"] = str(self.weights)
+        identity["dtype"] = str(self.model.norm.weight.dtype)
+        artifact = method_named(self.method).artifact
+        if artifact and isinstance(self.source, Path):
+            identity["artifact"] = fingerprint([compress.artifact_path(self.source, artifact)])
+        return identity
+
+    def held_memory(self) -> HeldMemory:
+        """What all rows hold, measured."""
         context = self.engine.context
-        caches = self.engine.caches
-        new_tokens = [len(ids) for ids in output.token_ids]
-        lengths = [given + new for given, new in zip(output.prompt_tokens, new_tokens, strict=True)]
-        sizes = {
-            **cache_bytes(caches),
-            "bytes_read_per_step": sum(cache.bytes_read(n) for cache in caches for n in lengths),
-            "peak_memory_bytes": peak_memory(context.device),
-        }
-        miss_rates = [cache.miss_rate() for cache in caches]
-        miss_rates = [rate for rate in miss_rates if rate is not None]
-        miss_rate = None
-        if miss_rates:
-            miss_rate = round(sum(miss_rates) / len(miss_rates), 4)
+        lengths = self.engine.pos.tolist()
+        size = 0
+        for row, n in enumerate(lengths):
+            if n == 0:
+                continue
+            for cache in self.engine.caches:
+                size += sum(x.nbytes for x in cache.row_state(row, n).values())
+        tokens = sum(lengths)
+        places = context.batch_size * context.max_seq_length
+        dense = dense_bytes(context) * len(self.engine.caches) * tokens / places
+        return HeldMemory(tokens, size, size / max(1, dense))
 
-        tokens_per_s = None
-        if output.steps:
-            tokens_per_s = round(context.batch_size * output.steps / output.decode_s, 2)
+    # ---- the steps behind these calls
 
-        model_name = str(self.source)
-        for name, shape in model_file.SHAPES.items():
-            if self.source is shape:
-                model_name = name
+    def build_engine(self, rows: int, need: int = 0) -> Engine:
+        """Builds the caches of so many rows, once; it may change the model's weights.
 
-        return {
-            "method": self.method,
-            "settings": dataclasses.asdict(self.settings),
-            "model": model_name,
-            "seed": self.seed,
-            "device": device_name(context.device),
-            "dtype": str(context.dtype).removeprefix("torch."),
-            "prompt_tokens": output.prompt_tokens,
-            "new_tokens": new_tokens,
-            "token_ids": output.token_ids,
-            "text": output.text,
-            "prefill_s": round(output.prefill_s, 4),
-            "first_token_s": round(output.first_token_s, 4),
-            "decode_tokens_per_s": tokens_per_s,
-            **sizes,
-            "miss_rate": miss_rate,
-            "capture_s": round(self.engine.capture_s, 3),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }
+        need: tokens of a row, where there is no max_seq_length. UserError, before anything is built,
+        where something does not fit."""
+        config = self.model.config
+        capacity = self.max_seq_length
+        if capacity is None:
+            most = min(config.max_positions, config.sliding_window or config.max_positions)
+            capacity = max(need, min(DEFAULT_LENGTH, most))
+        check_capacity(capacity, config, "--max_seq_length")
+        artifact = load_artifact(self.source, self.method, self.model)
+        check_memory(self.model, self.method, self.settings, artifact, rows, capacity)
+        context = CacheContext(self.model, rows, capacity, self.use_kernels)
+        caches = method_named(self.method).build(self.model, self.settings, context, artifact)
+        if hasattr(self.settings, "budget") and sum(self.settings.budget(capacity)) >= capacity:
+            told = f"note: the budget covers {capacity} tokens: every token is attended"
+            print(told, file=sys.stderr)
+        graphed = context.device.type == "cuda"
+        compiled = graphed if self.use_compile is None else self.use_compile
+        if compiled and not graphed:
+            for cache in caches:  # Inductor's code for a CPU drops some of KIVI's keys: they stay eager
+                cache.decode = torch.compiler.disable(cache.decode)
+        try:
+            self.engine = Engine(
+                self.model,
+                caches,
+                context,
+                compiled=compiled,
+                graphed=graphed,
+                seed=self.seed,
+            )
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = str(error).split("\n")[0]
+            raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
+        self.max_seq_length = capacity
+        self.token_ids = [[] for _ in range(rows)]
+        return self.engine
+
+    @errors_in_python_words()
+    def encode(self, prompt: str | list, after: list[int] | tuple[int, ...] = ()) -> list[int]:
+        """Token ids of a prompt, with those that it follows. A chat's messages are the whole prompt."""
+        if is_chat(prompt):
+            check_messages(prompt)
+            return encode_chat(self._tokenizer_for_text(), prompt)
+        if isinstance(prompt, str):
+            tokenizer = self._tokenizer_for_text()
+            if after:
+                return [*after, *tokenizer.encode_continuation(prompt)]
+            return tokenizer.encode(prompt)
+        return [*after, *ids_as_list(prompt)]
+
+    def _tokenizer_for_text(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UserError("random weights have no tokenizer; give token ids")
+        return self.tokenizer
+
+    def _prompt_ids(self, prompts: list, max_new_tokens: int, follow: bool) -> list[list[int]]:
+        """Steps 1 and 2, for all prompts of a call; it builds the engine where there is none.
+
+        follow: with the ids that the rows hold before them."""
+        rows = len(self.token_ids) or self.batch_size or len(prompts)
+        if len(prompts) == 0:
+            raise UserError("there is no prompt; give one")
+        if follow and len(prompts) > rows:
+            raise UserError(f"{len(prompts)} prompts cannot follow the {rows} rows of the cache")
+        self._end_stream()
+        ids = []
+        for i, prompt in enumerate(prompts):
+            held = self.token_ids[i] if follow and self.token_ids else []
+            ids.append(self.encode(prompt, held))
+        need = check_lengths(ids, max_new_tokens, self.max_seq_length, self.model.config)
+        if self.engine is None:
+            self.build_engine(rows, need)
+        return ids
+
+    def _begin_run(self, follow: bool = False) -> None:
+        """Begins the figures of a call. What it follows, and was only read so far, is a part of it."""
+        self._end_stream()
+        read_s = 0.0
+        if follow and self.run is not None and self.run.first_token_s is None:
+            read_s = self.run.prefill_s
+        self.run = Run(prefill_s=read_s)
+
+    def _answer(self, prompts: list[list[int]], request: Request) -> Iterator[NewToken]:
+        """Steps 3 to 7 for one group of prompts, one in each of the first rows.
+
+        Yields the tokens of the answers. The books are kept at each of them, so that the caller may
+        take no more: `token_ids` and the outputs have what was yielded."""
+        engine = self.engine
+        run = self.run
+        device = engine.context.device
+        run.rows = len(prompts)
+        started = clock(device)
+        self._read(prompts)
+        read_s = clock(device) - started
+        if run.first_token_s is None:  # later groups are no part of it
+            run.prefill_s += read_s
+        outputs = [Output("", [], len(ids), "length") for ids in prompts]
+        run.outputs += outputs
+
+        stop_ids: set[int] = set()
+        if self.tokenizer and not request.ignore_eos:
+            stop_ids = self.tokenizer.stop_ids
+
+        def stops(ids: list[int]) -> bool:
+            if ids[-1] in stop_ids:
+                return True
+            return request.one_line and "\n" in self.tokenizer.decode(ids).lstrip()
+
+        engine.pos[len(prompts) :] = 0  # idle rows run along in their first places
+        engine.sampling = request.sampling
+        stride = request.stride(stop_ids, device)
+        n_steps = engine.n_steps
+        started = time.time()
+        try:
+            for token in decode_tokens(engine, request.max_new_tokens, stops, stride, len(prompts)):
+                if run.first_token_s is None:
+                    run.first_token_s = run.prefill_s + time.time() - started
+                self.token_ids[token.row].append(token.id)
+                if token.is_stop:
+                    outputs[token.row].finish_reason = "stop"
+                else:
+                    outputs[token.row].token_ids.append(token.id)
+                    yield token
+        finally:
+            run.decode_s += time.time() - started
+            run.row_steps += len(prompts) * (engine.n_steps - n_steps)
+            engine.pos[len(prompts) :] = 0
+            if self.tokenizer:
+                for output, prompt in zip(outputs, prompts, strict=True):
+                    output.text = self.tokenizer.decode(output.token_ids, prompt)
+
+    def _read(self, prompts: list[list[int]]) -> None:
+        """Makes the first rows hold a prompt each. Where all begin with what their rows hold, only
+        what is new is read."""
+        positions = self.engine.pos.tolist()
+        new = []
+        goes_on = True
+        for ids, held, n in zip(prompts, self.token_ids, positions, strict=False):
+            if not 0 < n <= len(held) or ids[:n] != held[:n]:
+                goes_on = False
+            new.append(ids[n:])
+        idle = [[] for _ in range(len(self.token_ids) - len(prompts))]
+        if goes_on:
+            if any(new):
+                self.engine.append(new + idle)
+            self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
+        else:
+            self.engine.prefill(prompts + idle)
+            self.token_ids = [list(ids) for ids in prompts] + idle
+
+    def _pieces(self, prompt: str | list, request: Request, follow: bool) -> Generator[str, None, None]:
+        """The generator behind `stream`."""
+        with errors_in_python_words():
+            own = self._open_stream
+            self._open_stream = None  # `_prompt_ids` must not end it
+            ids = self._prompt_ids([prompt], request.max_new_tokens, follow)
+            self._begin_run(follow)
+            self._open_stream = own
+            self._tokenizer_for_text()
+            decoder = StreamDecoder(self.tokenizer, ids[0])
+            for token in self._answer(ids, request):
+                yield decoder.push(token.id)
+            yield decoder.flush()
+
+    def _end_stream(self) -> None:
+        """Ends a stream that was left half-way: it and what comes next would write into one cache."""
+        stream = self._open_stream
+        self._open_stream = None
+        if stream is not None:
+            stream.close()
+
+    def _settle(self) -> None:
+        """Reads the rows again, if the cache of one is not that of its ids. A row that stopped ran on
+        while others were made; an idle one gave its places up."""
+        for ids, n in zip(self.token_ids, self.engine.pos.tolist(), strict=True):
+            if len(ids) - n not in (0, 1):  # the last token may be still to be written
+                self.engine.prefill(self.token_ids)
+                return
+
+    def _restore(self, row: int, n: int, state: dict[str, Tensor], ids: list[int]) -> None:
+        """Makes a row one of n tokens in the cache, of a state that `row_state` gave, and these ids."""
+        self.engine.restore_row(row, n, state)
+        self.token_ids[row] = list(ids)
+
+    def _check_rows(self, *numbers_of_rows: int) -> None:
+        """Raises UserError unless the cache holds something, and has so many rows."""
+        if not any(self.token_ids):
+            raise UserError("the cache holds nothing yet; prefill, generate or load something first")
+        for n in numbers_of_rows:
+            check_number("rows", n, int, f"[1, {len(self.token_ids)}]")
 
 
-# ------------------------------------------------------------------------------------------- the command line
+def new_request(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    ignore_eos: bool,
+    one_line: bool = False,
+    streamed: bool = False,
+) -> Request:
+    """What a call asks for. UserError where a value cannot be."""
+    check_number("max_new_tokens", max_new_tokens, int, "[0, 4294967296]")
+    check_options(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature, top_k, top_p)
+    return Request(max_new_tokens, sampling, ignore_eos, one_line, streamed)
+
+
+# ------------------------------------------------------------------------------- the command line
 
 
 class Parser(argparse.ArgumentParser):
@@ -790,14 +1442,22 @@ def number_in(interval: str, kind: type = float) -> Callable[[str], float]:
     """Reads a number of the command line that lies in an interval such as "(0, 1]"."""
 
     def number(text: str) -> float:
-        if not compress.inside(value := kind(text), interval):
+        value = kind(text)
+        if not compress.inside(value, interval):
             raise argparse.ArgumentTypeError(f"{text}: give a number in {interval}")
         return value
 
     return number
 
 
-positive, fraction = number_in("(0, inf)"), number_in("(0, 1]")
+positive = number_in("(0, inf)")
+fraction = number_in("(0, 1]")
+
+
+def limited(name: str) -> Callable[[str], float]:
+    """Reads the number of an option that LIMITS has."""
+    kind, interval = LIMITS[name]
+    return number_in(interval, kind)
 
 
 def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
@@ -807,19 +1467,25 @@ def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
 def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
     row = method_named(method)
-    about = f"settings of --method {method}", row.settings.__doc__
-    add = parser.add_argument_group(*about, argument_default=argparse.SUPPRESS).add_argument
+    group = parser.add_argument_group(
+        f"settings of --method {method}", row.settings.__doc__, argument_default=argparse.SUPPRESS
+    )
     for f in dataclasses.fields(row.settings):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        paper = f"; paper {row.paper[f.name]}" if f.name in row.paper else ""
-        default = ("off", "on")[f.default] if f.type is bool else f.default
+        default = f.default
+        reads = {"type": f.type}
+        if f.type is bool:
+            default = "on" if f.default else "off"
+            reads = {"action": argparse.BooleanOptionalAction}
+        paper = ""
+        if f.name in row.paper:
+            paper = f"; paper {row.paper[f.name]}"
         about = f"{f.metadata['help']} (default {default}{paper})".replace("%", "%%")
-        add(f"--{f.name}", choices=f.metadata["choices"], help=about, **kind)
+        group.add_argument(f"--{f.name}", choices=f.metadata["choices"], help=about, **reads)
 
 
 def add_device_option(parser: Parser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.option("--device", str, device, "what runs the model", choices=("cpu", "cuda"))
+    parser.option("--device", str, device, "what runs the model", choices=DEVICES)
 
 
 def add_model_options(parser: Parser) -> None:
@@ -830,7 +1496,7 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_weights_option(parser: Parser) -> None:
-    parser.option("--weights", str, None, "weights of the linear layers in 8 bits", choices=("int8",))
+    parser.option("--weights", str, None, "weights of the linear layers in 8 bits", choices=WEIGHTS)
 
 
 def add_engine_options(parser: Parser) -> None:
@@ -840,10 +1506,21 @@ def add_engine_options(parser: Parser) -> None:
 
 def add_sampling_options(parser: Parser) -> None:
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
-    parser.option("--temperature", number_in("[0, inf)"), 0.0, "0 is greedy")
-    parser.option("--top_k", whole(0), 0, "sample among the k likeliest tokens; 0: all")
-    parser.option("--top_p", fraction, 1.0, "sample among the tokens that hold this probability")
-    parser.option("--seed", whole(0), 0, "of sampling, random prompts and random weights")
+    parser.option("--temperature", limited("temperature"), 0.0, "0 is greedy")
+    parser.option("--top_k", limited("top_k"), 0, "sample among the k likeliest tokens; 0: all")
+    about = "sample among the tokens that hold this probability"
+    parser.option("--top_p", limited("top_p"), 1.0, about)
+    parser.option("--seed", limited("seed"), 0, "of sampling, random prompts and random weights")
+
+
+def sampling_options(args: argparse.Namespace) -> dict:
+    """What add_sampling_options has read, as the methods of `LLM` take it."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+    }
 
 
 def add_chat_options(parser: Parser) -> None:
@@ -855,7 +1532,7 @@ def parser_of_methods(doc: str, argv: list[str]) -> Parser:
     """A parser with --method and the settings of the method that argv names. Its help lists all methods.
 
     doc: a module's docstring, whose second paragraph becomes the end of the help."""
-    description, epilog = doc.split("\n\n")
+    description, epilog = doc.split("\n\n")[:2]
     if "-h" in argv or "--help" in argv:
         description += "\n\nmethods:"
         for name in compress.method_names():
@@ -879,18 +1556,20 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = parser_of_methods(__doc__, argv)
     add_model_options(parser)
     add_weights_option(parser)
-    parser.option("--random_weights", str, None, "of this shape, to time a step", choices=model_file.SHAPES)
+    parser.option("--random_weights", str, None, "of this shape, to time a step", choices=SHAPES)
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
     parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
     parser.option("--ask", str, [], "a question after it, answered in a line; repeat it", action="append")
-    parser.option("--batch_size", whole(1), None, "rows; prompts, or --ask, are repeated to fill them")
+    about = "rows; prompts, or --ask, are repeated to fill them"
+    parser.option("--batch_size", limited("batch_size"), None, about)
     parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
     parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
     add_chat_options(parser)
     add_sampling_options(parser)
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
-    parser.option("--context", whole(1), None, "tokens that the cache can hold (default: the prompts' need)")
+    about = "tokens that a row can hold (default: the prompts' need)"
+    parser.option("--max_seq_length", limited("max_seq_length"), None, about)
     add_engine_options(parser)
     args = parser.parse_args(argv)
     args.options = given_settings(args)
@@ -968,73 +1647,77 @@ def llm_of(args: argparse.Namespace, method: str, settings: dict) -> LLM:
     """The LLM that a command line describes, with this method and these of its settings."""
     source = args.checkpoint
     if args.random_weights:
-        source = model_file.SHAPES[args.random_weights]
+        source = SHAPES[args.random_weights]
     return LLM(
         source,
         method,
+        max_seq_length=args.max_seq_length,
         batch_size=args.batch_size,
-        context=args.context,
         device=args.device,
         dtype=args.dtype,
         weights=args.weights,
         seed=args.seed,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        compile=args.compile,
-        kernels=args.kernels,
+        use_compile=args.compile,
+        use_kernels=args.kernels,
         **settings,
     )
 
 
-def begin(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> Output:
+def fill_rows(items: list, rows: int) -> list:
+    """The items, repeated in turn where there are more rows."""
+    return [items[i % len(items)] for i in range(max(rows, len(items)))]
+
+
+def read_or_load(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> None:
     """Reads or loads the prompts, with room for what comes after."""
-    rows = args.batch_size or len(prompts)
     room = args.max_new_tokens
     if asks:
-        needs = [len(llm.encode(f"\n{ask}", [0])) - 1 + args.max_new_tokens for ask in asks]
-        room = max(needs) if rows > 1 else sum(needs)  # a question a row, or all in the only one
+        room += max(len(llm.encode(f"\n{ask}", [0])) - 1 for ask in asks)
     if args.load_cache:
-        return llm.load(args.load_cache, room)
-    llm.capacity = check_lengths(prompts, room, args.context, llm.model.config)
-    llm.open(rows)  # says whether so many rows fit, before there is a prompt for each
-    if asks:
-        return llm.read(prompts)
-    return llm.read([prompts[i % len(prompts)] for i in range(rows)])
+        llm.load(args.load_cache, room)
+        return
+    rows = args.batch_size or len(prompts)
+    llm.max_seq_length = check_lengths(prompts, room, args.max_seq_length, llm.model.config)
+    llm.build_engine(rows)  # says whether so many rows fit, before there is a prompt for each
+    llm.prefill(prompts if asks else fill_rows(prompts, rows))
+
+
+def answers_to(llm: LLM, args: argparse.Namespace, asks: list[str]) -> list[str]:
+    """The answer to each question; where there are more rows, they answer the questions in turn."""
+    questions = fill_rows(asks, len(llm.token_ids))
+    outputs = llm.ask(questions, ignore_eos=args.ignore_eos, **sampling_options(args))
+    return [output.text for output in outputs[: len(asks)]]
 
 
 def run_generate(args: argparse.Namespace) -> None:
     llm = llm_of(args, args.method, args.options)
     prompts, asks = read_prompts(args, llm)
-    output = begin(llm, args, prompts, asks)
+    read_or_load(llm, args, prompts, asks)
     if args.save_cache:
         llm.save(args.save_cache)
 
     answers = {}  # of each method
-    streamed = llm.tokenizer is not None and len(llm.told) == 1 and not asks and not args.json
+    rows = len(llm.token_ids)
+    streamed = llm.tokenizer is not None and rows == 1 and not asks and not args.json
+    options = sampling_options(args)
     if asks:
-        output, answers[args.method] = llm.ask(
-            asks, max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos
-        )
+        answers[args.method] = answers_to(llm, args, asks)
     elif streamed:
-        for piece in llm.stream(
-            [], max_new_tokens=args.max_new_tokens, follow=True, ignore_eos=args.ignore_eos
-        ):
+        for piece in llm.stream([], ignore_eos=args.ignore_eos, follow=True, **options):
             print(piece, end="", flush=True)
         print()
-        output = output.then(llm.output)
     else:
-        llm.generate([[]], max_new_tokens=args.max_new_tokens, follow=True, ignore_eos=args.ignore_eos)
-        output = output.then(llm.output)
-    figures = output.report
+        nothing_more = [[]] * rows
+        llm.generate(nothing_more, ignore_eos=args.ignore_eos, follow=True, **options)
+    figures = llm.report()
 
     # The same questions without compression, to compare with.
     is_compressed = args.method != "dense" and not llm.model.config.elitekv
     if asks and is_compressed and not args.json and not args.load_cache:
-        del llm, output  # the method may have changed the weights
+        del llm  # the method may have changed the weights
         llm = llm_of(args, "dense", {})
-        begin(llm, args, prompts, asks)
-        _, answers["dense"] = llm.ask(asks, max_new_tokens=args.max_new_tokens, ignore_eos=args.ignore_eos)
+        read_or_load(llm, args, prompts, asks)
+        answers["dense"] = answers_to(llm, args, asks)
 
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
@@ -1046,7 +1729,8 @@ def run_generate(args: argparse.Namespace) -> None:
     print(file=sys.stderr)
     for name, value in figures.items():
         if value and not isinstance(value, list | dict):
-            print(f"{name:21} {human(value) if 'bytes' in name else value}", file=sys.stderr)
+            shown = human(value) if "bytes" in name else value
+            print(f"{name:21} {shown}", file=sys.stderr)
     if args.json:
         print(json.dumps(figures, separators=(",", ":")))
 
@@ -1076,7 +1760,7 @@ def run_alone(run: Callable[[], None]) -> None:
     try:
         run()
     except UserError as error:
-        leave(2, f"error: {error}")
+        leave(2, f"error: {in_command_line_words(error)}")
     except UnicodeError as error:
         leave(2, f"error: not UTF-8 text; convert it first ({error})")
     except BrokenPipeError:  # whoever read stdout has gone, as head does

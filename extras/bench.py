@@ -96,15 +96,24 @@ def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **chang
         raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
     args = generate.parse_args([*line.split(), "--device", device, *more])
     config, capacity = dataclasses.replace(shapes[row.shape], **changes), row.tokens + ROOM
-    how = {"dtype": args.dtype, "weights": args.weights, "compile": args.compile, "kernels": args.kernels}
-    llm = LLM(config, args.method, context=capacity, device=device, **how, **args.options)
+    llm = LLM(
+        config,
+        args.method,
+        max_seq_length=capacity,
+        device=device,
+        dtype=args.dtype,
+        weights=args.weights,
+        use_compile=args.compile,
+        use_kernels=args.kernels,
+        **args.options,
+    )
     sequences = row.sequences
     if not sequences:
         artifact = load_artifact(config, args.method, llm.model)
         needs = generate.row_bytes(llm.model, args.method, llm.settings, artifact, capacity).items()
         fits = (free_bytes(kind) / max(1, needed) for kind, needed in needs)
         sequences = max(1, int(share * min(fits)))
-    engine = llm.open(sequences).engine
+    engine = llm.build_engine(sequences)
     for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
         for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
             if part.dtype == torch.float8_e4m3fn:  # which has no random_; from 127 on NaN
@@ -193,7 +202,8 @@ def run_rows(args: argparse.Namespace) -> None:
                     told = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in table[-1].items()}
                     print("  ".join(f"{name} {x}" for name, x in told.items()), flush=True)
             except (UserError, RuntimeError) as error:  # most often for lack of memory
-                print(f"{row.label}: no figures: {error}".partition("\n")[0], file=sys.stderr)
+                told = generate.in_command_line_words(error)
+                print(f"{row.label}: no figures: {told}".partition("\n")[0], file=sys.stderr)
             if args.csv and table:
                 save_csv(args.csv, [*table[0]], table)
             gc.collect()

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
-from generate import LLM, saved_facts
+from generate import LLM, Sampling, saved_facts
 from model import UserError, human
 
 HELP = """\
@@ -34,16 +34,24 @@ class Chat:
     with_template: turns are written by the model's chat template; otherwise they are plain text, a line
     after another. Raises UserError where the model has no template."""
 
-    def __init__(self, llm: LLM, with_template: bool = False, system: str = "", max_new_tokens: int = 100):
+    def __init__(
+        self,
+        llm: LLM,
+        with_template: bool = False,
+        system: str = "",
+        max_new_tokens: int = 100,
+        sampling: Sampling | None = None,
+    ):
         self.llm = llm
         self.with_template = with_template
         self.max_new_tokens = max_new_tokens
+        self.sampling = sampling or Sampling()
         self.history: list[dict[str, str]] = []
         self._answer: Generator[str, None, None] | None = None  # the newest one, which may be open still
         if system:
             self.history.append({"role": "system", "content": system})
         if not llm.engine:
-            llm.open(1)
+            llm.build_engine(1)
         self._token_ids([*self.history, {"role": "user", "content": "hello"}])  # has it a template?
 
     def say(self, line: str) -> Generator[str, None, None]:
@@ -65,7 +73,13 @@ class Chat:
         older, prompt = self._prompt_for(line)
         if len(older) < len(self.history):
             print("note: the cache is full; the oldest turns are forgotten", file=sys.stderr)
-        pieces = self.llm.stream(prompt, self.max_new_tokens)
+        pieces = self.llm.stream(
+            prompt,
+            self.max_new_tokens,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            top_p=self.sampling.top_p,
+        )
         answer = ""
         has_answered = False
         try:
@@ -84,7 +98,7 @@ class Chat:
         """The older messages that fit the cache beside a new line and its answer, and the ids to read."""
         message = {"role": "user", "content": line}
         older = list(self.history)
-        in_cache = self.llm.told[0]
+        in_cache = self.llm.token_ids[0]
         if in_cache and not self.with_template:
             prompt = self.llm.encode("\n" + line, in_cache)  # the same ids, and not the same text again
         else:
@@ -93,11 +107,11 @@ class Chat:
         oldest = 0
         if older and older[0]["role"] == "system":
             oldest = 1  # this message stays
-        while len(prompt) + self.max_new_tokens > self.llm.capacity:
+        while len(prompt) + self.max_new_tokens > self.llm.max_seq_length:
             if len(older) == oldest:
                 needed = f"{len(prompt)} tokens and {self.max_new_tokens} of the answer"
-                remedy = "shorten the line, or start with a larger --context"
-                raise UserError(f"{needed} do not fit the cache of {self.llm.capacity}; {remedy}")
+                remedy = "shorten the line, or start with a larger --max_seq_length"
+                raise UserError(f"{needed} do not fit the cache of {self.llm.max_seq_length}; {remedy}")
             del older[oldest : oldest + 2]
             prompt = self._token_ids([*older, message])
         return older, prompt
@@ -116,7 +130,7 @@ class Chat:
     def save(self, path: Path) -> None:
         """Writes the history and the cache to a file; OSError where it cannot be."""
         self._end_answer()
-        if not self.llm.told[0]:
+        if not self.llm.token_ids[0]:
             raise UserError("nothing was said yet that could be saved")
         self.llm.save(path, note=self.history)
 
@@ -138,7 +152,7 @@ class Chat:
         """Forgets all but the system message."""
         self._end_answer()
         self.history = [message for message in self.history if message["role"] == "system"]
-        self.llm.told = [[]]
+        self.llm.token_ids = [[]]
         self.llm.engine.pos.zero_()
 
 
@@ -169,11 +183,11 @@ def print_answer(chat: Chat, line: str) -> None:
 
 def print_held(chat: Chat) -> None:
     """A line on stderr, dim on a terminal: how many tokens the cache holds, and their bytes."""
-    held = chat.llm.held()
-    told = f"{held['tokens']} tokens held in {human(held['bytes'])}, {held['share']:.0%} of dense"
+    held = chat.llm.held_memory()
+    line = f"{held.tokens} tokens held in {human(held.bytes)}, {held.share:.0%} of dense"
     if sys.stderr.isatty():
-        told = f"\033[2m{told}\033[0m"
-    print(told, file=sys.stderr, flush=True)
+        line = f"\033[2m{line}\033[0m"
+    print(line, file=sys.stderr, flush=True)
 
 
 def obey(chat: Chat, line: str) -> None:
@@ -204,7 +218,8 @@ def obey(chat: Chat, line: str) -> None:
 
 def run_chat(args: argparse.Namespace) -> None:
     llm = generate.llm_of(args, args.method, args.options)
-    chat = Chat(llm, args.chat, args.system, args.max_new_tokens)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    chat = Chat(llm, args.chat, args.system, args.max_new_tokens, sampling)
     while True:
         print("> ", end="", flush=True)
         try:
@@ -221,7 +236,7 @@ def run_chat(args: argparse.Namespace) -> None:
             elif line:
                 print_answer(chat, line)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {generate.in_command_line_words(error)}", file=sys.stderr)
     print()
 
 
@@ -232,7 +247,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     generate.add_chat_options(parser)
     generate.add_sampling_options(parser)
     about = "tokens that the cache can hold (default: 4096, or what the model takes)"
-    parser.option("--context", generate.whole(1), None, about)
+    parser.option("--max_seq_length", generate.limited("max_seq_length"), None, about)
     generate.add_engine_options(parser)
     parser.set_defaults(batch_size=1, random_weights=None)
     args = parser.parse_args(argv)

@@ -418,8 +418,8 @@ def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int
         prompts, tasks = zip(*samples, strict=True)
         engine.prefill(prompts)
         longest = max(len(hay.encode(task.answer)) for task in tasks) + 4
-        output = generate.decode_rows(engine, longest, lambda ids: "\n" in decode(ids[-2:]), stride=16)
-        scores += [task.score(decode(ids)) for task, ids in zip(tasks, output.token_ids, strict=True)]
+        answers = generate.decode_rows(engine, longest, lambda ids: "\n" in decode(ids[-2:]), stride=16)
+        scores += [task.score(decode(ids)) for task, ids in zip(tasks, answers, strict=True)]
         bar.tick(min(rows, args.samples - first))
     return torch.tensor(scores[: args.samples], dtype=torch.float64)
 
@@ -562,9 +562,8 @@ def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[di
 def written(candidate: Candidate, args: argparse.Namespace, prompts: list[list[int]]) -> Tensor:
     """What the candidate writes after each prompt at temperature 0.7, by seed 0: tokens [B, --generate]."""
     engine = candidate.engine(args, len(prompts), args.generate + max(map(len, prompts)), temperature=0.7)
-    torch.manual_seed(0)
     engine.prefill(prompts)
-    return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16).token_ids)
+    return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16))
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:

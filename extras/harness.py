@@ -57,7 +57,7 @@ def decode_texts(engine: Engine, prompts: Sequence[list[int]], most: int, until:
 
     prefill_but_last(engine, prompts)
     engine.step()
-    made = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16).token_ids)
+    made = map(tokenizer.decode, generate.decode_rows(engine, most, stops, stride=16))
     return [min((text.split(end)[0] for end in until), key=len, default=text) for text in made]
 
 

@@ -219,7 +219,7 @@ attention_forward = model_file.Attention.forward
 elite_attention_forward = compress.EliteAttention.forward
 feed_forward_forward = model_file.FeedForward.forward
 device_and_dtype = generate.device_and_dtype
-draw_tokens = generate.Engine._sample
+set_tokens = generate.Engine.set_tokens
 
 
 def cut_models() -> None:
@@ -231,7 +231,7 @@ def cut_models() -> None:
     FeedForward.forward          summed over the processes
     compress.read_artifact       by one that cuts what it has read
     generate.device_and_dtype    by one that gives each process a GPU of its own
-    Engine._sample               by one after which all processes have the tokens that process 0 drew
+    Engine.set_tokens            by one after which all processes have the tokens that process 0 drew
     LLM.identity                 by a refusal: a file of a cache would be one process's share
     """
     model_file.empty_model = empty_share
@@ -241,7 +241,7 @@ def cut_models() -> None:
     model_file.FeedForward.forward = all_reduced(feed_forward_forward)
     compress.read_artifact = read_own_artifact
     generate.device_and_dtype = own_device_and_dtype
-    generate.Engine._sample = draw_the_same_tokens
+    generate.Engine.set_tokens = set_the_same_tokens
     generate.LLM.identity = refuse_to_save
 
 
@@ -282,10 +282,10 @@ def own_device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device
     return chosen
 
 
-def draw_the_same_tokens(engine) -> None:
-    """Replaces `tokens` by those that process 0 draws: processes whose rows ended at different steps
-    would wait for one another forever. This sends B numbers a step."""
-    draw_tokens(engine)
+def set_the_same_tokens(engine, ids: Tensor) -> None:
+    """Makes `tokens` those that process 0 chose: processes whose rows ended at different steps would
+    wait for one another forever. This sends B numbers a step, and B more for a draw."""
+    set_tokens(engine, ids)
     dist.broadcast(engine.tokens, 0)
 
 

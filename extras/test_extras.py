@@ -861,8 +861,8 @@ def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
     assert np.mean(kl) == pytest.approx(kivi["kl written"], rel=1e-6)
     (_, prompts, tokens, *_), again = (call.args for call in seen.call_args_list)
     assert prompts == again[1] and torch.equal(tokens, again[2])
-    made = generate.LLM(device="cpu", temperature=0.7).generate(prompts, 32, ignore_eos=True)
-    assert tokens.tolist() == made.token_ids
+    made = generate.LLM(device="cpu").generate(prompts, 32, temperature=0.7, ignore_eos=True)
+    assert tokens.tolist() == [output.token_ids for output in made]
 
     (folder / "chat_template.jinja").write_text("U: {{ messages[0].content }}\nA:")
     assert "kl@32" in cli.json(line)["rows"][1]
@@ -894,16 +894,18 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
         asked[seed] = depth
         return [1], SimpleNamespace(answer="", score=lambda _: float(seed == 4))
 
-    def decode(engine, *_, **how) -> generate.Output:
+    def decode(engine, *_, **how) -> list[list[int]]:
         rows.append(engine.context.batch_size)
         if len(rows) == 4:  # kivi's first, after dense's three
             raise torch.OutOfMemoryError("no memory")
-        return generate.Output([[]] * rows[-1])
+        return [[]] * rows[-1]
 
     monkeypatch.setattr(evaluate, "eval_sample", sample)
     monkeypatch.setattr(generate, "decode_rows", decode)
     row = make_engine(tiny_model(vocab_size=4096), "dense", 1, 400 + evaluate.ANSWER_ROOM).caches
-    monkeypatch.setattr(generate, "free_memory", lambda _: int(2.5 * sum(cache.formula() for cache in row)))
+    monkeypatch.setattr(
+        generate, "free_memory", lambda _: int(2.5 * sum(cache.bytes_formula() for cache in row))
+    )
     line = "evaluate --method kivi --method streaming --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
     dense, streaming = cli.json(f"{line} --tasks single")["rows"]
     assert [dense["method"], streaming["method"]] == ["dense", "streaming"] and rows[:3] == [2, 2, 2]
@@ -1314,11 +1316,11 @@ def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
     engine = test_all.fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
     cache = within(theirs, method, batch_size=3, capacity=90, folder=tmp_path, **how)
     held = [cache.report()[f"cache_bytes_{kind}"] for kind in ("measured", "formula")]
-    assert held == [sum(own.measured() for own in engine.caches)] * 2
+    assert held == [sum(own.bytes_stored() for own in engine.caches)] * 2
     for lengths in ((50, 37, 1), (33, 20)):  # the second starts anew, with fewer rows
         prompts = [random_ids(n, n) for n in lengths]
         engine.prefill((prompts * 2)[:3])
-        expected = generate.decode_rows(engine, 30, lambda _: False).token_ids
+        expected = generate.decode_rows(engine, 30, lambda _: False)
         made = theirs.generate(**padded(*prompts), max_new_tokens=30)
         assert made[:, lengths[0] :].tolist() == expected[: len(lengths)]
         assert cache.lengths == [n + 29 for n in lengths] and cache.get_seq_length() == lengths[0] + 29
@@ -1421,14 +1423,14 @@ def messages_of(*lines: str) -> list[dict[str, str]]:
 
 def started_chat(folder: Path, template: str = "", context: int = 80, n: int = 12) -> chat.Chat:
     (folder / "chat_template.jinja").write_text(template)
-    llm = generate.LLM(folder, device="cpu", context=context)
+    llm = generate.LLM(folder, device="cpu", max_seq_length=context)
     return chat.Chat(llm, template != "", max_new_tokens=n)
 
 
 @pytest.mark.parametrize("as_chat", CHATS)
 def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli, folder, tmp_path):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    talk, file = f"chat {as_chat} --max_new_tokens 12 --context 80", tmp_path / "a cache"
+    talk, file = f"chat {as_chat} --max_new_tokens 12 --max_seq_length 80", tmp_path / "a cache"
     _, whole, err = cli(talk, stdin="hello\n\nhow are you\n")
     assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", err, re.M)
     _, first, saved = cli(talk, stdin=f"hello\n/save {file}\n")
@@ -1437,13 +1439,13 @@ def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli
     assert first.endswith("\n> > \n") and second.startswith("> > ")
     first, second = first.removesuffix("> > \n"), second.removeprefix("> ")
     assert whole.replace("> > ", "> ") == first + second
-    llm = generate.LLM(folder, device="cpu", context=80)
+    llm = generate.LLM(folder, device="cpu", max_seq_length=80)
     messages = messages_of("hello")
-    answers = [llm.generate([messages] if as_chat else "hello", 12).text[0]]
-    ids = [*llm.told[0], *llm.tokenizer.encode_continuation("\nhow are you")]
+    answers = [llm.generate(messages if as_chat else "hello", 12).text]
+    ids = [*llm.token_ids[0], *llm.tokenizer.encode_continuation("\nhow are you")]
     messages = messages_of("hello", answers[0], "how are you")
-    llm = generate.LLM(folder, device="cpu", context=80)  # reads anew
-    answers += llm.generate([messages if as_chat else ids], 12).text
+    llm = generate.LLM(folder, device="cpu", max_seq_length=80)  # reads anew
+    answers.append(llm.generate(messages if as_chat else ids, 12).text)
     assert whole.replace("> > ", "> ") == "".join(f"> {text}\n" for text in answers) + "> \n"
 
 
@@ -1464,8 +1466,8 @@ def test_a_full_chat_forgets_its_oldest_turns(as_chat, cli, folder, monkeypatch)
     text = tokenizer.decode(last)
     assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(as_chat)
     assert len(last) + 12 <= 100
-    told = cli.refusal("chat --context 101")
-    assert "100 (its sliding window); shorten --context" in told
+    told = cli.refusal("chat --max_seq_length 101")
+    assert "100 (its sliding window); shorten --max_seq_length" in told
 
 
 @pytest.mark.parametrize("template", ["", STRICT])
@@ -1474,8 +1476,8 @@ def test_a_turn_that_fails_changes_nothing(template, cli, folder, monkeypatch, c
     talk, other = (started_chat(folder, template) for _ in range(2))
     for each in (talk, other):
         first = "".join(each.say("hello"))
-    history, told = talk.history, talk.llm.told
-    assert history == messages_of("hello", first) and talk.llm.output.text == [first]
+    history, token_ids = talk.history, copy.deepcopy(talk.llm.token_ids)
+    assert history == messages_of("hello", first) and talk.llm.report()["text"] == [first]
     with pytest.raises(
         UserError, match="do not fit the cache of 80; shorten the line, or start with a larger"
     ):
@@ -1483,11 +1485,11 @@ def test_a_turn_that_fails_changes_nothing(template, cli, folder, monkeypatch, c
     with mock.patch.object(generate.Engine, "check_logits", side_effect=UserError("not finite")):
         with pytest.raises(UserError, match="not finite"):
             next(talk.say("it fails"))
-    assert talk.history == history and talk.llm.told == told
+    assert talk.history == history and talk.llm.token_ids == token_ids
     assert capsys.readouterr().err == ""  # nothing is said to be forgotten
     assert "".join(talk.say("how are you")) == "".join(other.say("how are you"))
-    assert talk.history == other.history and talk.llm.told == other.llm.told
-    code, out, err = cli("chat --context 80 --max_new_tokens 12", stdin="long " * 100 + "\nhello\n")
+    assert talk.history == other.history and talk.llm.token_ids == other.llm.token_ids
+    code, out, err = cli("chat --max_seq_length 80 --max_new_tokens 12", stdin="long " * 100 + "\nhello\n")
     assert code == 0 and err.startswith("error: ") and "tokens held" in err and out.count("\n") == 3 - 1
 
 
@@ -1502,16 +1504,17 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_was_shown(template, fol
     pieces.close()
     assert shown and talk.history == messages_of("hello", shown)
     llm = talk.llm
-    assert llm.told[0][-3:] == llm.output.token_ids[0] and len(llm.output.token_ids[0]) == 3
-    assert llm.output.text == [shown]
-    assert int(llm.engine.pos[0]) == len(llm.told[0])
-    ids = [*llm.told[0], *llm.tokenizer.encode_continuation("\nhow are you")]
+    report = llm.report()
+    assert llm.token_ids[0][-3:] == report["token_ids"][0] and report["new_tokens"] == [3]
+    assert report["text"] == [shown]
+    assert int(llm.engine.pos[0]) == len(llm.token_ids[0])
+    ids = [*llm.token_ids[0], *llm.tokenizer.encode_continuation("\nhow are you")]
     answer = "".join(talk.say("how are you"))
     assert talk.history == messages_of("hello", shown, "how are you", answer)
     assert template or len(prompts) == 1
-    fresh = generate.LLM(folder, device="cpu", context=80)
+    fresh = generate.LLM(folder, device="cpu", max_seq_length=80)
     prompt = messages_of("hello", shown, "how are you") if template else ids
-    assert fresh.generate([prompt], 12).text == [answer]
+    assert fresh.generate(prompt, 12).text == answer
 
 
 def test_a_second_answer_ends_one_that_is_open(folder, tmp_path):
@@ -1526,10 +1529,10 @@ def test_a_second_answer_ends_one_that_is_open(folder, tmp_path):
         next(pieces)
         use()
         assert list(pieces) == []
-    assert talk.history == talk.llm.told[0] == [] and not talk.llm.engine.pos.any()
+    assert talk.history == talk.llm.token_ids[0] == [] and not talk.llm.engine.pos.any()
     talk.load(tmp_path / "cache")
     assert [message["content"] for message in talk.history][:5] == ["hello", shown, "who", second, "where"]
-    assert int(talk.llm.engine.pos[0]) == len(talk.llm.told[0])
+    assert int(talk.llm.engine.pos[0]) == len(talk.llm.token_ids[0])
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(cli, monkeypatch):
@@ -1541,7 +1544,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(cli, monkeypatch):
         if len(steps) == 4:
             signal.raise_signal(signal.SIGINT)
 
-    line, before = "chat --context 80 --max_new_tokens 12", signal.getsignal(signal.SIGINT)
+    line, before = "chat --max_seq_length 80 --max_new_tokens 12", signal.getsignal(signal.SIGINT)
     whole = cli(line, stdin="hello\n")[1].removeprefix("> ").removesuffix("\n> \n")
     monkeypatch.setattr(generate.Engine, "step", step_and_press)
     code, out, err = cli(line, stdin="hello\nwho\n")
@@ -1559,7 +1562,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(cli, monkeypatch):
 
 def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_path):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    talk, file = "chat --context 80 --max_new_tokens 12", tmp_path / "cache"
+    talk, file = "chat --max_seq_length 80 --max_new_tokens 12", tmp_path / "cache"
 
     def errors(stdin: str, more: str = "") -> list[str]:
         assert cli(f"{talk} {more}", stdin=stdin)[0] == 0
@@ -1582,23 +1585,23 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
         ("--prompt hello", "--chat", "has a prompt but no conversation; load it without --chat"),
         ("--prompt hello --prompt who", "", "has 2 rows; a conversation has one"),
     ):
-        save = f"generate {prompts} --context 80 --max_new_tokens 12 --save_cache {file}"
+        save = f"generate {prompts} --max_seq_length 80 --max_new_tokens 12 --save_cache {file}"
         assert cli(save)[0] == 0
         found = errors(f"who\n/load {file}\nis it\n", options)
         assert found == ([f"{file} {fault}"] if fault else [])
     talked = started_chat(folder)
     "".join(talked.say("who"))
-    history, told = talked.history, talked.llm.told
+    history, told = talked.history, talked.llm.token_ids
     with pytest.raises(UserError, match="has 2 rows"):
         talked.load(file)
-    assert talked.history == history and talked.llm.told == told
+    assert talked.history == history and talked.llm.token_ids == told
 
 
 def test_the_chat_runs_from_a_shell(tmp_path):
     """With its lines from a pipe; the model finds in a saved conversation what it was told there."""
     fact = "The magic number for green river is 48213. The magic number for red hill is 90417."
     ask = "Question: What is the magic number for green river?"
-    options = ["-m", "extras.chat", "--method", "sals", "--max_new_tokens", "24", "--context", "512"]
+    options = ["-m", "extras.chat", "--method", "sals", "--max_new_tokens", "24", "--max_seq_length", "512"]
     lines = f"{fact}\n/save {tmp_path}/talk\n/reset\nhello\n/load {tmp_path}/talk\n{ask}\n"
     how = {"cwd": test_all.ROOT, "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True}
     run = subprocess.run([sys.executable, *options], input=lines, text=True, timeout=600, check=False, **how)
@@ -2478,8 +2481,11 @@ def ranked(folder: Path, n: int) -> dict[str, tuple]:
         most = {"d_ckv": min(48, 4 // parallel.world_size() * 28)} if method == "elitekv" else {}
         engine = test_all.fitted_engine(folder / name, method, 2, 80, **options, **most)
         logits = logits_through(engine, [random_ids(70), random_ids(41, 1)], [random_ids(4, 2)] * 2)
-        tokens = generate.decode_rows(engine, 4, lambda ids: False).token_ids
-        figures = [sum(c.measured() for c in engine.caches), sum(c.formula() for c in engine.caches)]
+        tokens = generate.decode_rows(engine, 4, lambda ids: False)
+        figures = [
+            sum(c.bytes_stored() for c in engine.caches),
+            sum(c.bytes_formula() for c in engine.caches),
+        ]
         weights = sum(p.numel() for p in engine.model.parameters())
         found[f"{name} {method} {options}"] = logits, tokens, figures, weights
     return found
@@ -2552,7 +2558,7 @@ def play_rank(monkeypatch, rank: int, n: int) -> None:
     replaced = [(model_file, "empty_model"), (model_file, "copy_weight"), (compress, "read_artifact")]
     classes = (model_file.Attention, compress.EliteAttention, model_file.FeedForward)
     replaced += [(each, "forward") for each in classes]
-    replaced += [(generate, "device_and_dtype"), (generate.Engine, "_sample"), (generate.LLM, "identity")]
+    replaced += [(generate, "device_and_dtype"), (generate.Engine, "set_tokens"), (generate.LLM, "identity")]
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it will be again
     monkeypatch.setattr(parallel, "rank", lambda: rank)
