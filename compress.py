@@ -152,13 +152,13 @@ class Cache(nn.Module):
         """Reads n tokens of one row, at positions start to start + n - 1: a prompt, or what follows
         it. They attend one another, and what is kept of the tokens before them.
 
-        q [n, Hq, D], k and v [n, Hkv, D], projected [n, ...] -> the attention's output [n, Hq,
-        D]."""
+        q [n, Hq, D], k and v [n, Hkv, D], projected [n, ...] -> the attention's output
+        [n, Hq, D]."""
         raise NotImplementedError
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """K after RoPE and V that are kept of a row's first `length` tokens, [length or fewer, Hkv,
-        D] each, in any order."""
+        """K after RoPE and V that are kept of a row's first `length` tokens,
+        [length or fewer, Hkv, D] each, in any order."""
         keys = self.keys.of_row(row, length)
         values = self.values.of_row(row, length)
         if self.exact:
@@ -181,9 +181,11 @@ class Cache(nn.Module):
 
         q [B, Hq, D], k and v [B, Hkv, D], projected [B, ...] -> [B, Hq, D]. Shapes are fixed and
         nothing is read back to the host, so that one CUDA graph of a step is right for every
-        length. A method that attends some tokens only finds them in `select`, whose first argument
-        is pos and whose result is an index, or None for all. Exact recent tokens (`exact`) are
-        attended besides."""
+        length.
+
+        A method that attends only some tokens finds them in its `select`: select(pos, ...) gives an
+        index, or None for all tokens. Exact recent tokens (`exact`) are attended besides. Evaluation
+        wraps `select`."""
         raise NotImplementedError
 
     # ---- 3. Bytes
@@ -307,8 +309,8 @@ class Store(nn.Module):
         raise NotImplementedError
 
     def read(self, index: Tensor) -> Tensor:
-        """The tokens of an index [B, H or 1, G or 1, n], none negative -> [B, H, G or 1, n,
-        width]."""
+        """The tokens of an index [B, H or 1, G or 1, n], none negative ->
+        [B, H, G or 1, n, width]."""
         raise NotImplementedError
 
     def read_all(self) -> Tensor:
@@ -425,8 +427,9 @@ class RingStore(TokenStore):
 
     def slot(self, position: Tensor) -> Tensor:
         """The slot that the token at a position has, or had."""
+        is_sink = position < self.n_sinks
         in_ring = self.n_sinks + (position - self.n_sinks) % self.n_recent
-        return torch.where(position < self.n_sinks, position, in_ring)
+        return torch.where(is_sink, position, in_ring)
 
     def kept(self, start: int, stop: int) -> Tensor:
         """Those of the positions start to stop - 1 that are here once all of them are written."""
@@ -484,8 +487,8 @@ class DenseCache(Cache):
         self.values = values or TokenStore(context, c.n_kv_heads, context.max_seq_length, c.head_dim)
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., H, D] after RoPE, in the basis in which keys are kept [..., H,
-        width]."""
+        """Queries or keys [..., H, D] after RoPE, in the basis in which keys are kept
+        [..., H, width]."""
         return x
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -530,10 +533,17 @@ class DenseCache(Cache):
         return round(stored * self.keys.token_bytes + stored * self.values.token_bytes)
 
 
+class FittedLayer(NamedTuple):
+    """What the cache of a fitted method is made of, besides its settings."""
+
+    attention: nn.Module  # the layer's, with what the method has folded into it
+    artifact: Artifact
+    i: int  # the layer's number
+
+
 def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
     """The `caches` of a method whose layers are alike, but for those of --skip, which are dense.
-    make gets context and settings, and of a fitted method the layer's attention, the artifact and
-    its number."""
+    make(context, settings) gives one; of a fitted method make(context, settings, fitted)."""
 
     def build(model: Llama, settings: object, context: CacheContext, artifact: Artifact) -> list[Cache]:
         skipped = set()
@@ -544,7 +554,8 @@ def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
             if i in skipped:
                 caches.append(DenseCache(context))
             elif artifact:
-                caches.append(make(context, settings, layer.attention, artifact, i))
+                fitted = FittedLayer(layer.attention, artifact, i)
+                caches.append(make(context, settings, fitted))
             else:
                 caches.append(make(context, settings))
         return caches
@@ -768,19 +779,20 @@ class LokiCache(ScoringCache):
     """Keys after RoPE in the basis of their principal components, P of each KV head, and plain
     V."""
 
-    def __init__(self, context: CacheContext, settings: LokiSettings, _, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: LokiSettings, fitted: FittedLayer):
         c = context.config
+        artifact = fitted.artifact
         # Scores read d components: a fraction of D, or as many as hold a fraction of the keys'
         # energy.
         d = rank_of(settings.d, c.head_dim)
         if settings.explained:
-            eigenvalues = artifact[f"{settings.basis}.eigenvalues"][i]  # [Hkv, D]
+            eigenvalues = artifact[f"{settings.basis}.eigenvalues"][fitted.i]  # [Hkv, D]
             ranks = rank_at(eigenvalues, settings.explained)  # [Hkv]
             d = round(ranks.double().mean().item())
         width = d if settings.reduced else c.head_dim  # components that are cached
         keys = TokenStore(context, c.n_kv_heads, context.max_seq_length, width)
         super().__init__(context, settings.budget(context.max_seq_length), keys)
-        P = artifact[f"{settings.basis}.basis"][i, ..., :width]  # [Hkv, D, width]
+        P = artifact[f"{settings.basis}.basis"][fitted.i, ..., :width]  # [Hkv, D, width]
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
@@ -894,15 +906,15 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
     scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
-    min_and_scale = torch.stack((low, scale), dim=-1).squeeze(dim - 1)
-    return pack(codes.flatten(dim - 1, dim), bits), min_and_scale
+    packed = pack(codes.flatten(dim - 1, dim), bits)
+    return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
 def dequantize(
     codes: Tensor, min_and_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
-    """The inverse: codes [..., S, D * bits / 8], minimum and scale of each group -> x [..., S,
-    D]."""
+    """The inverse: codes [..., S, D * bits / 8], minimum and scale of each group -> x
+    [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = min_and_scale.float().unbind(-1)
     x = grouped * scale.unsqueeze(dim) + low.unsqueeze(dim)
@@ -913,8 +925,8 @@ def dequantize(
 
 
 def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) -> Tensor:
-    """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] -> [B, H,
-    G, D].
+    """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] ->
+    [B, H, G, D].
 
     There is a product for each run of channels that lie in one group and in one plane of the codes
     (the same bits of neighbouring bytes)."""
@@ -1263,8 +1275,8 @@ class SalsMaps(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """Rotations by which scores turn a query back, one for each `tokens` tokens: cos, sin [n,
-    D/2]."""
+    """Rotations by which scores turn a query back, one for each `tokens` tokens: cos, sin
+    [n, D/2]."""
 
     tokens: int
     cos: Tensor
@@ -2062,9 +2074,9 @@ def lrqk_step_ours(
 ) -> tuple[Tensor, Tensor, tuple]:
     """The same step as it runs by default, for one KV head.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored: A_K [S,
-    r], K and V [S, D]. w_q, w_k [D, r]: the prompt's best projections (lrqk_optimum), which stay. A
-    step does not refit them, and so needs nothing of omega before it selects."""
+    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored: A_K
+    [S, r], K and V [S, D]. w_q, w_k [D, r]: the prompt's best projections (lrqk_optimum), which
+    stay. A step does not refit them, and so needs nothing of omega before it selects."""
     # 1-7. The new token's proxies are products. 8. Append.
     q_hat = q @ w_q
     a_k, keys, values = appended(stored, k @ w_k, k, v)
@@ -2378,8 +2390,8 @@ class LrqkCache(Cache):
         return q @ self.basis_q.mT, k @ self.basis_k.mT
 
     def select(self, pos: Tensor, q_hat: Tensor) -> Tensor:
-        """q_hat [B, Hkv, G, r] -> the best tokens before the recent ones, an index [B, Hkv, 1,
-        k]."""
+        """q_hat [B, Hkv, G, r] -> the best tokens before the recent ones, an index
+        [B, Hkv, 1, k]."""
         return self.best_tokens(slice(None), pos, q_hat)
 
     def best_tokens(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Tensor:
@@ -2548,9 +2560,9 @@ def uniform_order(half: int, r: int) -> Tensor:
 
 
 def elite_dims(order: Tensor, r: int) -> Tensor:
-    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] -> [Hkv,
-    D]. Both parts are half-split again, pairs ascending, so that apply_rope turns the first 2r
-    dims."""
+    """The dims of each head with its r elite pairs first: order of its pairs [Hkv, D/2] ->
+    [Hkv, D]. Both parts are half-split again, pairs ascending, so that apply_rope turns the first
+    2r dims."""
     half = order.shape[1]
     elite = order[:, :r].sort(-1).values
     rest = order[:, r:].sort(-1).values
@@ -2562,9 +2574,9 @@ def low_rank(
 ) -> tuple[Tensor, Tensor]:
     """Factors of the un-rotated key weights and the value weights: [W_k^n | W_v] ~ A B (Eq. 2).
 
-    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B [d_ckv, Hkv, 2D -
-    2r], keys before values; fp64. root [dim, dim], the square root of E x x^T: the best for inputs
-    x (ours)."""
+    k [dim, Hkv, D - 2r], v [dim, Hkv, D] -> A [dim, d_ckv] orthonormal (J-LRD), B
+    [d_ckv, Hkv, 2D - 2r], keys before values; fp64. root [dim, dim], the square root of E x x^T:
+    the best for inputs x (ours)."""
     if root is not None:
         k_seen = torch.tensordot(root, k.double(), 1)
         v_seen = torch.tensordot(root, v.double(), 1)
@@ -2628,15 +2640,15 @@ class EliteAttention(nn.Module):
         return attend(q, k, latent).flatten(-2)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables [..., S,
-        D/2]."""
+        """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables
+        [..., S, D/2]."""
         x = x.unflatten(-2, (len(self.pairs), -1))  # [..., S, He, H / He, n]
         elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
     def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k [..., P + S,
-        He, 2r]."""
+        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k
+        [..., P + S, He, 2r]."""
         D = self.config.head_dim
         expanded = self.up(latent).unflatten(-1, (self.config.n_kv_heads, -1))
         rest, v = expanded.split((D - 2 * self.r, D), dim=-1)
@@ -2744,11 +2756,11 @@ class EliteCache(Cache):
     keys. Decode absorbs B_k into the query, zero at other heads' elite keys, and B_v into the
     output."""
 
-    def __init__(self, context: CacheContext, settings: EliteSettings, attention: EliteAttention, *_):
+    def __init__(self, context: CacheContext, settings: EliteSettings, fitted: FittedLayer):
         super().__init__(context)
-        _, elite_width, d_ckv = attention.widths
-        self.attention = attention
-        self.r = attention.r
+        self.attention = fitted.attention  # an EliteAttention
+        _, elite_width, d_ckv = self.attention.widths
+        self.r = self.attention.r
         self.d_ckv = d_ckv
         self.latents = TokenStore(context, 1, context.max_seq_length, d_ckv + elite_width)
 
@@ -2978,8 +2990,8 @@ class RaggedStore(Store):
         return [part.view(B, S, rank) for part, rank in zip(parts, self.ranks, strict=True)]
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
-        """The numbers of tokens [n, sum of all ranks], of K' [n, Hkv, max d_qk] and V' [n, sum of
-        d_v]."""
+        """The numbers of tokens [n, sum of all ranks], of K' [n, Hkv, max d_qk] and V'
+        [n, sum of d_v]."""
         return torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -3009,10 +3021,10 @@ class FdcCache(Cache):
     """K' = K R of keys after RoPE and folded values V', each KV head at its own ranks d_qk and
     d_v."""
 
-    def __init__(self, context: CacheContext, settings: FdcSettings, _, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: FdcSettings, fitted: FittedLayer):
         super().__init__(context)
-        k_bases = settings.bases(artifact, i, "qk")
-        v_bases = settings.bases(artifact, i, "v")
+        k_bases = settings.bases(fitted.artifact, fitted.i, "qk")
+        v_bases = settings.bases(fitted.artifact, fitted.i, "v")
         self.k_ranks = [basis.shape[1] for basis in k_bases]
         self.v_ranks = [basis.shape[1] for basis in v_bases]
         padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]

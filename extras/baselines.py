@@ -20,6 +20,7 @@ from compress import (
     Cache,
     CacheContext,
     DenseCache,
+    FittedLayer,
     HostStore,
     KeepSettings,
     Method,
@@ -460,7 +461,7 @@ CANN_TAIL = 8  # last pages, which are always attended
 class SalsCannCache(PageCache):
     """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is rebuilt."""
 
-    def __init__(self, context: CacheContext, settings: SalsCannSettings, _, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: SalsCannSettings, fitted: FittedLayer):
         n_heads = context.config.n_kv_heads
         S = context.max_seq_length
         D = context.config.head_dim
@@ -471,7 +472,8 @@ class SalsCannCache(PageCache):
         self.n_last_pages = min(CANN_TAIL, sum(self.budget) // self.page - 1)
         r = rank_of(0.5, D)
         r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
-        self.basis = artifact["post.basis"][i, ..., :r].to(context.device, context.dtype)  # [Hkv, D, r]
+        basis = fitted.artifact["post.basis"][fitted.i, ..., :r]  # [Hkv, D, r]
+        self.basis = basis.to(context.device, context.dtype)
         self.proxies = ScaledStore(context, n_heads, S, r, 4)
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -498,11 +500,12 @@ class DoubleSparseSettings(KeepSettings):
 class DoubleSparseCache(ProxyCache):
     """The proxy of a key is its label: its r_c most important channels, after RoPE."""
 
-    def __init__(self, context: CacheContext, settings: DoubleSparseSettings, _, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: DoubleSparseSettings, fitted: FittedLayer):
         super().__init__(context, settings.budget(context.max_seq_length))
         c = context.config
         r = rank_of(settings.channels, c.head_dim)
-        channels = F.one_hot(artifact["importance"][i].topk(r).indices, c.head_dim).mT  # [Hkv, D, r_c]
+        best = fitted.artifact["importance"][fitted.i].topk(r).indices  # [Hkv, r_c]
+        channels = F.one_hot(best, c.head_dim).mT  # [Hkv, D, r_c]
         self.basis = channels.to(context.device, context.dtype)
         self.proxies = TokenStore(context, c.n_kv_heads, context.max_seq_length, r)
 
@@ -963,10 +966,10 @@ class PaluKeys(RebuiltKeys):
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
 
-    def __init__(self, context: CacheContext, settings: PaluSettings, attention, artifact: Artifact, i: int):
+    def __init__(self, context: CacheContext, settings: PaluSettings, fitted: FittedLayer):
         super().__init__(context)
-        basis = settings.bases(artifact, i, "k")
-        bias, _ = kv_bias(attention, context.config)
+        basis = settings.bases(fitted.artifact, fitted.i, "k")
+        bias, _ = kv_bias(fitted.attention, context.config)
         n_heads, _, r = basis.shape
         latents = TokenStore(context, n_heads, context.max_seq_length, r)
         self.keys = PaluKeys(latents, basis.to(context.device), bias.to(context.dtype))
