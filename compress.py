@@ -92,8 +92,7 @@ class CacheContext:
 
     def __init__(self, model: Llama, batch_size: int, max_seq_length: int, kernel: bool | None = None):
         """Caches of batch_size rows of at most max_seq_length tokens, on the model's device and in
-        its dtype. kernel: whether operations run as Triton kernels (None: where they can,
-        `kernels_run`)."""
+        its dtype. kernel: whether operations run as Triton kernels; None: where they can."""
         config = model.config
         weight = model.norm.weight
         self.config = config
@@ -110,8 +109,7 @@ class CacheContext:
             self.rope_pairs = kernels.rope_pairs(self.cos, self.sin, self.dtype)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer [B, *shape]. Zeroed, since a masked weight of 0 times a stray NaN would still be
-        NaN."""
+        """A buffer [B, *shape] of zeros: a masked weight of 0 times a stray NaN would be NaN."""
         return torch.zeros(self.batch_size, *shape, dtype=dtype or self.dtype, device=self.device)
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -125,13 +123,12 @@ class CacheContext:
 
 
 class Cache(nn.Module):
-    """The cache of one layer, for all rows of a batch. Its methods are in the order of a request's
-    life.
+    """The cache of one layer, for all rows. Its methods are in the order of a request's life.
 
     `prefill` and `decode` get q, k and v BEFORE RoPE, and return the attention's output.
-    `projected` are the products of what a method has added to W_qkv when the model was loaded, such
-    as SALS's latents. (FDC's v is empty: its values are projected. EliteKV gets a latent in the
-    place of v.)"""
+    A method may
+    have added rows to W_qkv when the model was loaded: `projected` are their products, such as
+    SALS's latents. (FDC's values come there, and its v is empty. EliteKV gets a latent as v.)"""
 
     def __init__(self, context: CacheContext):
         super().__init__()
@@ -204,8 +201,7 @@ class Cache(nn.Module):
         return 0
 
     def bytes_read(self, length: int) -> int:
-        """Bytes that one decode step must read from this layer's cache for one row of `length`
-        tokens."""
+        """Bytes that one decode step must read here for one row of `length` tokens."""
         return length * self.token_bytes()
 
     def token_bytes(self) -> int:
@@ -213,15 +209,13 @@ class Cache(nn.Module):
         return sum(s.token_bytes for s in self.stores() if not isinstance(s, RingStore))
 
     def miss_rate(self) -> float | None:
-        """Of the tokens selected, the fraction that had to come from host memory; None without
-        one."""
+        """The fraction of selected tokens that had to come from host memory, or None."""
         return None
 
     # ---- 4. The state of a row: what saving, forking and going back need
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
-        """All that is stored of a row of `length` tokens, by name. These are views: copy them to
-        keep them."""
+        """All that is stored of a row of `length` tokens, by name: views, to be copied if kept."""
         state = {name: getattr(self, name)[row] for name in self.tables}
         for name, store in self.named_modules():
             if isinstance(store, Store):
@@ -246,8 +240,7 @@ class Cache(nn.Module):
     # ---- for the methods
 
     def add_table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
-        """A buffer [B, *shape] beside the stores, such as the positions of slots, full of `fill` at
-        first."""
+        """A buffer [B, *shape] beside the stores, such as positions in slots, full of `fill`."""
         table = self.context.zeros(*shape, dtype=dtype).fill_(fill)
         self.register_buffer(name, table)
         self.tables[name] = fill
@@ -272,8 +265,7 @@ def dense_bytes(context: CacheContext) -> int:
 
 
 def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
-    """Bytes of all layers by name: on the device measured and by formula, of dense, and on the
-    host."""
+    """Bytes of all layers, by the names that a report has."""
     return {
         "cache_bytes_measured": sum(cache.bytes_stored() for cache in caches),
         "cache_bytes_formula": sum(cache.bytes_formula() for cache in caches),
@@ -330,8 +322,7 @@ class Store(nn.Module):
         raise NotImplementedError
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
-        """Views of what the first `length` tokens of a row use of each buffer, by the buffer's
-        name."""
+        """Views of what the first `length` tokens of a row use of each buffer, by its name."""
         raise NotImplementedError
 
     def bytes_formula(self) -> float:
@@ -356,8 +347,7 @@ class TokenStore(Store):
     # What stores of another form have instead
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The buffers [B, H, S, ...]: name -> shape and dtype of what one head of one token has
-        there."""
+        """Of each buffer the name, and shape and dtype of what one head of one token has there."""
         return {"vectors": ((self.width,), self.context.dtype)}
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -446,8 +436,7 @@ class RingStore(TokenStore):
         super().write_token(self.slot(pos), x)
 
     def positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot once pos [B] is written: [B, slots], negative where there is
-        none."""
+        """The position in each slot once pos [B] is written: [B, slots], negative if empty."""
         sinks = torch.arange(self.n_sinks, device=pos.device).expand(len(pos), -1)
         recent = self.n_sinks + ring_positions(pos - self.n_sinks, self.n_recent)
         in_slot = torch.cat((sinks, recent), 1)
@@ -460,8 +449,7 @@ class RingStore(TokenStore):
 
 
 def ring_positions(pos: Tensor, n: int) -> Tensor:
-    """The position in each slot of a ring of n once pos [B] is written: [B, n], negative where
-    empty."""
+    """The position in each slot of a ring once pos [B] is written: [B, n], negative if empty."""
     return pos[:, None] - (pos[:, None] - torch.arange(n, device=pos.device)) % n
 
 
@@ -577,12 +565,11 @@ def skipped_layers(settings: object, n_layers: int) -> set[int]:
     return {i % n_layers for i in layers if i in known}
 
 
-# ------------------------------------------------------- methods that attend the best tokens by a score
+# --------------------------------------------------- methods that attend the best tokens by a score
 
 
 class Budget(NamedTuple):
-    """How many tokens a step attends: the first ones, the best ones by their scores, and the last
-    ones."""
+    """How many tokens a step attends: the first ones, the best by their scores, the last ones."""
 
     n_sinks: int
     n_selected: int
@@ -590,8 +577,7 @@ class Budget(NamedTuple):
 
 
 def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int) -> Budget:
-    """Cuts a budget to a cache's length: recent tokens come first, then selected ones, then
-    sinks."""
+    """Cuts a budget to a length: recent tokens come first, then selected ones, then sinks."""
     n_recent = min(n_recent, max_seq_length)
     n_selected = min(n_selected, max_seq_length - n_recent)
     n_sinks = min(n_sinks, max_seq_length - n_recent - n_selected)
@@ -599,8 +585,7 @@ def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int
 
 
 def kept_tokens(keep: float, length: int) -> int:
-    """Tokens out of `length` that a budget `keep` allows: a fraction, but at least 1, or above 1 a
-    count."""
+    """Tokens out of `length` that `keep` allows: a fraction up to 1, or a count; at least 1."""
     tokens = int(keep * length) if keep <= 1 else int(keep)
     return max(1, min(length, tokens))
 
@@ -633,8 +618,7 @@ class KeepSettings:
 
 
 class ScoringCache(DenseCache):
-    """The base of methods that keep K and V and attend the tokens of a budget: a method is its
-    `score`."""
+    """The base of methods that keep K and V, and attend the best tokens by their `score`."""
 
     def __init__(
         self,
@@ -677,13 +661,12 @@ class ScoringCache(DenseCache):
         return round(attended * self.keys.token_bytes + attended * self.values.token_bytes)
 
 
-# ---------------------------------------------------------------------------------------- exact top-k
+# -------------------------------------------------------------------------------------- exact top-k
 
 
 @dataclass
 class TopKSettings(KeepSettings):
-    """Exact top-k: full logits choose the tokens. It saves no bytes: the oracle of all
-    selections."""
+    """Exact top-k: full logits choose the tokens. It saves no bytes: selection's oracle."""
 
 
 class TopKCache(ScoringCache):
@@ -727,8 +710,7 @@ class LokiSettings:
 def loki_step(
     q: Tensor, k: Tensor, v: Tensor, stored: tuple, P: Tensor, d: int, n_selected: int
 ) -> tuple[Tensor, Tensor, tuple]:
-    """One decode step of Loki as published (Algorithm 1, whose lines number the steps), for one KV
-    head.
+    """One decode step of Loki as published, for one KV head. Algorithm 1's lines number the steps.
 
     q [G, D], k and v [D]: after RoPE -> output [G, D], and each query's tokens [G, n_selected].
     stored: K in the basis P and V, [S - 1, D] each. P [D, D]: principal components of the keys, the
@@ -758,8 +740,9 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
 
 
 def rank_at(values: Tensor, fraction: float) -> Tensor:
-    """Rank@v (Loki Eq. 2): the least n whose leading eigenvalues [..., n] hold this fraction of
-    their sum."""
+    """Rank@v (Loki Eq. 2): how many leading eigenvalues hold this fraction of their sum.
+
+    values [..., n], the largest first -> [...]."""
     below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
@@ -776,8 +759,7 @@ def in_basis(x: Tensor, basis: Tensor) -> Tensor:
 
 
 class LokiCache(ScoringCache):
-    """Keys after RoPE in the basis of their principal components, P of each KV head, and plain
-    V."""
+    """Keys after RoPE in the basis P of each KV head's principal components, and plain V."""
 
     def __init__(self, context: CacheContext, settings: LokiSettings, fitted: FittedLayer):
         c = context.config
@@ -805,8 +787,7 @@ class LokiCache(ScoringCache):
         return in_basis(keys, self.P.mT), values
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Line 5: each query head's logits on the d leading components; or those of a group as
-        top-k's."""
+        """Line 5: a query head's logits on the d leading components; or a group's, as top-k has."""
         leading = q[..., : self.d]
         shares = self.settings.share == "group"
         rule = "largest" if shares else "each"
@@ -820,8 +801,7 @@ class LokiCache(ScoringCache):
         return (self.settings.k * length).long().clamp(min=1)
 
     def bytes_read(self, length: int) -> int:
-        """d components of every key, then K and V of the selected tokens: at most G k of a KV
-        head."""
+        """d components of every key, then K and V of at most G k selected tokens a KV head."""
         if self.settings.reduced:
             return DenseCache.bytes_read(self, length)
         sets = 1 if self.settings.share == "group" else self.config.group
@@ -852,8 +832,7 @@ loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eige
 
 @dataclass
 class KiviSettings:
-    """KIVI (arXiv 2402.02750): keys quantised per channel, values per token; all tokens
-    attended."""
+    """KIVI (arXiv 2402.02750): keys in codes per channel, values per token; attends all."""
 
     bits: int = setting(4, "bits of a code; the paper: 2, and 4 under grouped queries", (2, 4))
     residual: int = setting(128, "R: last values that stay exact, and keys of a block")
@@ -913,8 +892,7 @@ def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, T
 def dequantize(
     codes: Tensor, min_and_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
-    """The inverse: codes [..., S, D * bits / 8], minimum and scale of each group -> x
-    [..., S, D]."""
+    """The inverse: from codes, and the minimum and scale of each group, to x [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = min_and_scale.float().unbind(-1)
     x = grouped * scale.unsqueeze(dim) + low.unsqueeze(dim)
@@ -966,8 +944,7 @@ def channel_logits(q: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) -
 
 
 class CodedStore(TokenStore):
-    """Codes of 2 or 4 bits, with a minimum and a scale for 32 channels, or for a narrow vector
-    (`quantize`)."""
+    """Codes of 2 or 4 bits (`quantize`), with a minimum and scale for 32 channels, or for fewer."""
 
     group = GROUP  # channels that share them
 
@@ -1107,8 +1084,7 @@ class ChannelKeys(Store):
 
 
 class KiviCache(DenseCache):
-    """Keys in codes per channel, values in codes per token, and the last R of both as they
-    count."""
+    """Keys in codes per channel, values in codes per token, and the last R of both exactly."""
 
     def __init__(self, context: CacheContext, settings: KiviSettings):
         c = context.config
@@ -1223,7 +1199,8 @@ def sals_step(
     sequence.
 
     q [Hq, D], k and v [Hkv, D]: before RoPE -> output [Hq, D], and the tokens attended [n]. U
-    [Hkv*D, r]: the leading eigenvectors of keys; rope(x, positions) rotates x [n, H, D]."""
+    [Hkv*D, r]: the leading eigenvectors of keys; rope(x, positions) rotates x [n, H, D].
+    Sinks and recent tokens are exact here; the paper compresses the last ones by half (ours)."""
     n_sinks, n_selected, n_recent = budget
     Hkv, D = k.shape
     S = len(stored.latents) + 1
@@ -1275,12 +1252,11 @@ class SalsMaps(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """Rotations by which scores turn a query back, one for each `tokens` tokens: cos, sin
-    [n, D/2]."""
+    """Rotations by which scores turn a query back, one for each `tokens` tokens."""
 
     tokens: int
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [n, D/2]
+    sin: Tensor  # [n, D/2]
 
 
 class SalsStoredOurs(NamedTuple):
@@ -1378,8 +1354,7 @@ SCORE_BLOCK = 512
 
 @functools.lru_cache
 def random_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims (ours): it spreads their energy
-    evenly."""
+    """A fixed random rotation of consecutive parts of so many dims (ours). It spreads energy."""
     seeded = torch.Generator().manual_seed(0)
     parts = []
     for n in sizes:
@@ -1388,8 +1363,7 @@ def random_rotation(*sizes: int) -> Tensor:
 
 
 def rotate_values(attention: Attention, c: ModelConfig) -> None:
-    """Rotates V of every head by random_rotation's R: W_V becomes R^T W_V, W_O becomes W_O R
-    (ours)."""
+    """Rotates V of every head (ours): W_V becomes R^T W_V, W_O becomes W_O R."""
     linear = attention.wqkv
     wo = attention.wo
     R = random_rotation(c.head_dim).to(wo.weight.device)
@@ -1417,16 +1391,14 @@ def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], one for both dims of a RoPE
-    pair."""
+    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], alike in a RoPE pair."""
     pairs = basis.unflatten(1, (2, -1))  # [Hkv, 2, D/2, r]
     codes, scale = kernels.quantize_int8(pairs, (1, 3))
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """quantize_spread's scales [...] as the minimum and scale of one group [..., 1, 2], which
-    `dequantize` takes."""
+    """quantize_spread's scales [...] as `dequantize` takes them: of one group [..., 1, 2]."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
@@ -1446,8 +1418,7 @@ def leading_basis(
 def paper_basis(
     c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device: torch.device
 ) -> Tensor:
-    """Layer i's U_r [Hkv*D, r] of the paper: leading eigenvectors of K^T K, keys before RoPE (Eq.
-    1)."""
+    """Layer i's U_r [Hkv*D, r] of Eq. 1: leading eigenvectors of K^T K, keys before RoPE."""
     return leading_basis(c, settings, artifact, f"{i}.key_basis", device)
 
 
@@ -1487,8 +1458,7 @@ def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
 
 
 def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
-    """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild their keys would take
-    longer."""
+    """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild keys takes longer."""
     if settings.variant == "paper" or has_few_key_dims(c):
         return set()
     return skipped_layers(settings, c.n_layers)
@@ -1573,8 +1543,7 @@ class MixedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits with one scale for a vector, which is evenly spread
-    (`quantize_spread`)."""
+    """Codes of 2 or 4 bits (`quantize_spread`), with one scale for an evenly spread vector."""
 
     kind = "spread"
     group = math.inf  # all of a vector
@@ -1902,8 +1871,7 @@ class PaperSalsCache(Cache):
 
 
 def bytes_read_of_all(cache: SalsCache | PaperSalsCache, length: int) -> int:
-    """Bytes that a step of a layer that attends all must read: exact tokens, and what the others
-    have."""
+    """Bytes that a step reads which attends all: exact tokens, and what the others have."""
     recent = min(cache.budget.n_recent, length)
     exact_bytes = sum(store.token_bytes for store in cache.exact)
     return (length - recent) * cache.token_bytes() + recent * exact_bytes
@@ -1965,8 +1933,7 @@ def sals_tensors(c: ModelConfig) -> Stored:
 
 @dataclass
 class LrqkSettings:
-    """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649). Few bytes on
-    the GPU."""
+    """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649)."""
 
     variant: str = setting("ours", "Algorithms 1 and 2 as published, or a closed form (ours)", VARIANTS)
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)")
@@ -2046,7 +2013,7 @@ def lrqk_step(
     a_k, keys, values = appended(stored, k_hat[0], k, v)
 
     # 9. Select the best by q^ . k^ of the tokens that are not recent. A group's queries choose
-    # together.
+    # together (ours).
     n_old = max(0, len(a_k) - n_recent)
     logits = q_hat @ a_k[:n_old].mT / q.shape[-1] ** 0.5  # [G, n_old]
     scores = logits.log_softmax(-1).amax(0)
@@ -2146,15 +2113,13 @@ def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
 
 
 def add_ridge(m: Tensor, fraction: float) -> Tensor:
-    """m [..., n, n] plus this fraction of its mean diagonal on the diagonal (and a trifle, should m
-    be 0)."""
+    """m [..., n, n], to whose diagonal this fraction of its mean (and a trifle) is added."""
     ridge = fraction * m.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
     return m + ridge * torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
 
 
 def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, Hkv, G, D] after RoPE -> X^T X with a ridge [Hkv, D, D], and the sum of |X| [Hkv, D],
-    fp64."""
+    """x [S, Hkv, G, D] -> X^T X with a ridge [Hkv, D, D], and the sum of |X| [Hkv, D]; fp64."""
     if not x.isfinite().all():
         fault = "the queries or keys of this prompt are not finite"
         raise UserError(f"{fault}; the weights are damaged")
@@ -2346,8 +2311,7 @@ class LrqkCache(Cache):
         return gram_q.cpu(), gram_k.cpu(), sum_q.cpu() + sum_k.cpu()
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """W_Q, W_K [Hkv, D, r] fp32 from a prompt's q [S, Hq, D], k [S, Hkv, D]; stores its
-        bases."""
+        """W_Q, W_K [Hkv, D, r] fp32 of a prompt's q [S, Hq, D], k [S, Hkv, D]; stores bases."""
         gram_q, gram_k, _ = self.prompt_moments(q, k)
         w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
         self.basis_q[row] = w_q.mT
@@ -2552,8 +2516,7 @@ def elitekv_step(
 
 
 def uniform_order(half: int, r: int) -> Tensor:
-    """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others;
-    [half]."""
+    """Uniform (sec. 4.3.1): r pairs spread evenly over the `half` = D/2, then the others."""
     chosen = [i * (half - 1) // max(1, r - 1) for i in range(r)]
     others = [c for c in range(half) if c not in chosen]
     return torch.tensor(chosen + others)
@@ -2600,8 +2563,7 @@ def low_rank(
 
 
 def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...], largest
-    first."""
+    """Squared singular values [dim] and left singular vectors [dim, dim] of m [dim, ...]."""
     values, vectors = torch.linalg.eigh(m.flatten(1) @ m.flatten(1).T)
     return values.flip(-1), vectors.flip(-1)
 
@@ -2665,8 +2627,7 @@ class EliteAttention(nn.Module):
 
 
 def in_order(rows: Tensor, dims: Tensor) -> Tensor:
-    """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D] of its
-    KV head."""
+    """Rows of H heads [H * D, ...] -> [Hkv, H / Hkv, D, ...], D in the order dims [Hkv, D]."""
     Hkv, D = dims.shape
     rows = rows.unflatten(0, (Hkv, -1, D))
     trailing = [1] * (rows.ndim - 3)
@@ -2674,8 +2635,7 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
 
 
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
-    """r and d_ckv. Raises UserError where they do not fit the model, or the model not the
-    method."""
+    """r and d_ckv. UserError where they do not fit the model, or the model not the method."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
@@ -2697,8 +2657,7 @@ def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> 
 def fold_elitekv(
     attention: Attention, c: ModelConfig, settings: EliteSettings, artifact: Artifact, i: int
 ) -> EliteAttention:
-    """Layer i as EliteAttention. Uptrained weights are of rank d_ckv: they give their factors
-    again."""
+    """Layer i as EliteAttention. Uptrained weights have rank d_ckv: their factors come back."""
     r, d_ckv = elite_sizes(c, settings, artifact)
     D = c.head_dim
     Hkv = c.n_kv_heads
@@ -2848,8 +2807,7 @@ def random_elitekv(c: ModelConfig) -> Artifact:
 
 @dataclass
 class FdcSettings:
-    """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attention on compressed
-    vectors."""
+    """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attends compressed vectors."""
 
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
@@ -2883,8 +2841,7 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values [..., D] lost where the first m = 1 .. D stay -> [..., D]
-    fp64."""
+    """Fraction of the singular values [..., D] lost where the first 1, 2 .. D stay; fp64."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
@@ -2995,16 +2952,14 @@ class RaggedStore(Store):
         return torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
-        """K' [n, Hkv, max d_qk] and V' [n, sum of d_v]: one row's tokens from position `start`
-        on."""
+        """K' [n, Hkv, max d_qk] and V' [n, sum of d_v]: one row's tokens from `start` on."""
         stop = start + len(k)
         parts = self.joined(k, v).split(self.ranks, -1)
         for view, part in zip(self.views(), parts, strict=True):
             view[row, start:stop] = part
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
-        """K' [B, Hkv, max d_qk] and V' [B, sum of d_v]: one token of each row, at positions pos
-        [B]."""
+        """K' [B, Hkv, max d_qk] and V' [B, sum of d_v]: one token of each row, at pos [B]."""
         numbers = self.joined(k, v)
         # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
         token = (self.context.rows * self.context.max_seq_length + pos)[:, None]
@@ -3018,8 +2973,7 @@ class RaggedStore(Store):
 
 
 class FdcCache(Cache):
-    """K' = K R of keys after RoPE and folded values V', each KV head at its own ranks d_qk and
-    d_v."""
+    """K' = K R of keys after RoPE, and folded values V', each KV head at its own ranks."""
 
     def __init__(self, context: CacheContext, settings: FdcSettings, fitted: FittedLayer):
         super().__init__(context)
@@ -3088,8 +3042,7 @@ def artifact_path(folder: Path, method: str) -> Path:
 
 
 def model_identity(model: Llama) -> dict[str, str]:
-    """What an artifact must agree on with the model: its shape and the fingerprint of its
-    weights."""
+    """What an artifact must agree on with the model: shape and the weights' fingerprint."""
     c = model.config
     shape = f"{c.n_layers}x{c.n_heads}x{c.n_kv_heads}x{c.head_dim}"
     return {"shape": shape, "fingerprint": model.fingerprint}
@@ -3144,8 +3097,7 @@ def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dic
 
 
 def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str:
-    """What is wrong with a tensor of an artifact, "" if nothing. Whole numbers of a shape are
-    orders."""
+    """What is wrong with a tensor of an artifact, or "". Whole numbers of a shape are orders."""
     if tensor is None:
         return "is missing"
     fits = tensor.ndim == len(shape)
@@ -3218,8 +3170,7 @@ def random_artifact(method: str, c: ModelConfig) -> Artifact:
 
 @functools.lru_cache(1)
 def random_basis(*shape: int) -> Tensor:
-    """Orthonormal columns of no meaning [..., n, r], in the place of fitted ones where weights are
-    random."""
+    """Orthonormal columns of no meaning [..., n, r], as fitted ones where weights are random."""
     return torch.linalg.qr(torch.randn(*shape, generator=torch.Generator().manual_seed(0))).Q
 
 
@@ -3248,8 +3199,7 @@ class Method:
         return self.fit.rpartition("fit_")[2]
 
     def fold_all(self, model: Llama, settings: object, artifact: Artifact, layers=None) -> None:
-        """Folds what the method folds into every layer of a model, or into those whose numbers are
-        given."""
+        """Folds what the method folds into every layer, or into those of these numbers."""
         if not self.fold:
             return
         for i in layers or range(len(model.layers)):
@@ -3257,8 +3207,7 @@ class Method:
             layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
 
     def build(self, model: Llama, settings: object, context: CacheContext, artifact: Artifact) -> list[Cache]:
-        """The caches of all layers; it changes the model's weights where the method folds
-        something."""
+        """The caches of all layers. The model's weights change if the method folds something."""
         if not model.is_folded:
             self.fold_all(model, settings, artifact)
         return self.caches(model, settings, context, artifact)
