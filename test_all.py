@@ -839,6 +839,29 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     assert error(out, attend_plain(cache.rope_from(q[40:], 40), keys, values, live)) < 1e-5
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (1, 2), (4, 2)])
+def test_attend_takes_an_index_of_every_shape(heads, kernel):
+    """[B, Hkv or 1, G or 1, n], -1 for no token: as attention of each query head over its own tokens."""
+    context = CacheContext(tiny_model().to(DEVICE), 2, 40, kernel)
+    keys = compress.TokenStore(context, 4, 40, 16)
+    values = compress.TokenStore(context, 4, 40, 16)
+    torch.manual_seed(0)
+    keys.vectors.copy_(torch.randn(2, 4, 40, 16))
+    values.vectors.copy_(torch.randn(2, 4, 40, 16))
+    q = torch.randn(2, 8, 16).to(DEVICE)
+    index = torch.rand(2, *heads, 40).argsort(-1)[..., :12].int()
+    index[1, ..., 5:] = -1
+    pos = torch.tensor([39, 39], dtype=torch.int32, device=DEVICE)
+    out = kernels.attend(q, keys, values, pos, index.to(DEVICE), scale=0.25, kernel=kernel)
+
+    index = index.long().expand(-1, 4, 2, -1).flatten(1, 2)  # [B, Hq, n]
+    live = torch.zeros(2, 8, 41, dtype=torch.bool).scatter(2, index.where(index >= 0, 40), True)
+    k = keys.vectors.repeat_interleave(2, 1)
+    v = values.vectors.repeat_interleave(2, 1)
+    assert error(out, attend_plain(q, k, v, live[..., :40].to(DEVICE))) < 1e-5
+
+
 def test_a_ring_store_writes_each_of_its_slots_once():
     context = CacheContext(tiny_model(), 1, 60)
     spans = itertools.combinations((0, 2, 4, 7, 30, 31, 33, 60), 2)
