@@ -718,7 +718,7 @@ def test_smollm2_answers(cli, tmp_path):
     asked = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities]
     tokenizer.padding_side, how = "left", {"return_tensors": "pt", "return_dict": True, "padding": True}
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
-    within(theirs, "sals", batch_size=2, capacity=128, folder=folder)
+    within(theirs, "sals", batch_size=2, max_seq_length=128, folder=folder)
     made = theirs.generate(**inputs, do_sample=False, max_new_tokens=9)
     answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answers == [f"The capital of {country} is {city}." for country, city in cities.items()]
@@ -1314,7 +1314,7 @@ def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
     if test_all.METHODS[method].fit:
         test_all.put_artifact(tmp_path, method, test_all.artifact_of(method, model), model)
     engine = test_all.fitted_engine(tmp_path, method, 3, 90, DEVICE, block=512, **how)
-    cache = within(theirs, method, batch_size=3, capacity=90, folder=tmp_path, **how)
+    cache = within(theirs, method, batch_size=3, max_seq_length=90, folder=tmp_path, **how)
     held = [cache.report()[f"cache_bytes_{kind}"] for kind in ("measured", "formula")]
     assert held == [sum(own.bytes_stored() for own in engine.caches)] * 2
     for lengths in ((50, 37, 1), (33, 20)):  # the second starts anew, with fewer rows
@@ -1330,7 +1330,7 @@ def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
 def test_transformers_reads_in_chunks_without_large_masks_and_finds_the_cache():
     theirs, masks = hf_model("llama-2").to(DEVICE), []
     plain, batch = copy.deepcopy(theirs), padded(random_ids(40), random_ids(9, 1))
-    cache = within(theirs, "dense", batch_size=2, capacity=60)
+    cache = within(theirs, "dense", batch_size=2, max_seq_length=60)
     look = theirs.model.layers[0].register_forward_pre_hook
     look(lambda _, args, kwargs: masks.append(kwargs["attention_mask"].numel()), with_kwargs=True)
     expected = plain.generate(**batch, max_new_tokens=20)
@@ -1344,7 +1344,7 @@ def test_transformers_logits_in_bf16():
     theirs, ids = hf_model("qwen2").to(DEVICE, torch.bfloat16), tiny_tokens(2, 60).to(DEVICE)
     with torch.no_grad():
         expected = theirs(ids).logits
-    cache = within(theirs, "dense", batch_size=2, capacity=60)
+    cache = within(theirs, "dense", batch_size=2, max_seq_length=60)
     parts = [theirs(part, past_key_values=cache).logits for part in (ids[:, :50], *ids[:, 50:].split(1, 1))]
     assert error(torch.cat(parts, 1), expected) < 0.03
     assert cache.layers[0].keys.vectors.dtype == torch.bfloat16
@@ -1357,7 +1357,7 @@ NOT_RUN = [  # what the error says, the prompts, and how they are asked
     ("rows cannot be copied, reordered or cut: no beams", ONE, {"num_beams": 2}),
     ("no beams, no assistant", ONE, {"prompt_lookup_num_tokens": 3}),
     ("padding after tokens; .*padding_side='left'", padded(random_ids(20), [3, 4], left=False), {}),
-    ("31 tokens for a cache of 30; .*larger capacity", TWO, {"max_new_tokens": 12}),
+    ("31 tokens for a cache of 30; .*larger max_seq_length", TWO, {"max_new_tokens": 12}),
     ("its compressed cache alone", TWO, {"use_cache": False}),
     ("its compressed cache alone", TWO, {"past_key_values": None}),
 ]
@@ -1366,7 +1366,7 @@ NOT_RUN = [  # what the error says, the prompts, and how they are asked
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_a_compressed_model_of_transformers_refuses():
     theirs = hf_model("llama-2").to(DEVICE)
-    cache = within(theirs, "dense", batch_size=2, capacity=30)
+    cache = within(theirs, "dense", batch_size=2, max_seq_length=30)
     for fault, batch, how in NOT_RUN:
         with pytest.raises(UserError, match=fault):
             theirs.generate(**batch | {"max_new_tokens": 9} | how)
@@ -1374,11 +1374,11 @@ def test_what_a_compressed_model_of_transformers_refuses():
     with pytest.raises(UserError, match=r"is not \[2, 50\]; cache.reset\(\)"):
         theirs(TWO["input_ids"], attention_mask=TWO["attention_mask"], past_key_values=cache)
     with pytest.raises(UserError, match="no model.layers.0.self_attn.k_proj.weight; load it anew"):
-        within(theirs, "dense", batch_size=2, capacity=30)
+        within(theirs, "dense", batch_size=2, max_seq_length=30)
 
 
 NOT_COMPRESSED = [  # what the error says, arguments, and what is done to the model before
-    (r"model's 40 \(its sliding window\); shorten the capacity", {"capacity": 41}, None),
+    (r"model's 40 \(its sliding window\); shorten max_seq_length", {"max_seq_length": 41}, None),
     ("no checkpoint; give compress", {"method": "sals", "folder": "nowhere"}, None),
     ("sals must be calibrated first", {"method": "sals"}, None),
     ("the folder that it came from", {"method": "sals"}, lambda linear: linear.weight.mul_(2)),
@@ -1391,7 +1391,7 @@ def test_models_of_transformers_that_cannot_be_compressed(tmp_path):
     original = hf_model("mistral", sliding_window=40).to(DEVICE)
     original.save_pretrained(tmp_path)
     expected = original.generate(**TWO, max_new_tokens=9)
-    how = {"method": "dense", "folder": tmp_path, "batch_size": 2, "capacity": 30}
+    how = {"method": "dense", "folder": tmp_path, "batch_size": 2, "max_seq_length": 30}
     for fault, more, change in NOT_COMPRESSED:
         theirs = copy.deepcopy(original)
         if change:

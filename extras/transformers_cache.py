@@ -1,7 +1,7 @@
 """generate() of transformers, over the compressed caches of this project.
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER).to("cuda")
-    cache = compress(model, "sals", batch_size=4, capacity=4096)
+    cache = compress(model, "sals", batch_size=4, max_seq_length=4096)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to("cuda")
     tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
     print(cache.report())  # its bytes
@@ -57,7 +57,9 @@ class CompressedCache(transformers.Cache):
             raise UserError("a row has padding after tokens; give the tokenizer padding_side='left'")
         self.lengths, self.ends, self.columns = old, [*map(sum, pairs)], n
         if (longest := max(self.ends)) > c.max_seq_length:
-            raise UserError(f"{longest} tokens for a cache of {c.max_seq_length}; give it a larger capacity")
+            raise UserError(
+                f"{longest} tokens for a cache of {c.max_seq_length}; give it a larger max_seq_length"
+            )
         self.is_step = n == 1 and all(old)
         self.pos = torch.tensor(old + [0] * (c.batch_size - rows), dtype=torch.int32, device=c.device)
 
@@ -114,11 +116,17 @@ def checked_artifact(folder: Path, method: str, model: Llama, weights: dict[str,
 
 
 def compress(
-    hf_model: transformers.PreTrainedModel, method: str = "sals", *, batch_size: int, capacity: int,
-    folder: str | Path | None = None, **settings
-) -> CompressedCache:  # fmt: skip
-    """Makes a Llama, Mistral, Qwen2, Qwen3 or Phi-3 run over a method's caches of batch_size rows x capacity
-    tokens -> what generate() takes as past_key_values, and takes by itself where it is given none.
+    hf_model: transformers.PreTrainedModel,
+    method: str = "sals",
+    *,
+    batch_size: int,
+    max_seq_length: int,
+    folder: str | Path | None = None,
+    **settings,
+) -> CompressedCache:
+    """Makes a Llama, Mistral, Qwen2, Qwen3 or Phi-3 run over a method's caches, of batch_size rows of at most
+    max_seq_length tokens -> what generate() takes as past_key_values, and takes by itself where it is given
+    none.
 
     The model lies on its device, in its dtype, and stays changed. Each generate() starts anew; it may have
     fewer rows. folder: of the checkpoint and the artifact (None: where the model came from). settings: as on
@@ -134,8 +142,8 @@ def compress(
         raise UserError("the model lies on several devices; load it on one")
     model.norm.to_empty(device=hf_model.device)
     artifact = checked_artifact(Path(folder or hf_model.name_or_path), method, model, weights)
-    check_capacity(capacity, config, "the capacity")
-    check_memory(model, method, chosen, artifact, batch_size, capacity)
+    check_capacity(max_seq_length, config, "max_seq_length")
+    check_memory(model, method, chosen, artifact, batch_size, max_seq_length)
 
     hf_model.eval().requires_grad_(False)
     for i, layer in enumerate(inner.layers):
@@ -143,7 +151,7 @@ def compress(
         for name, slot in weight_slots(model, f"layers.{i}.attention"):
             slot.copy_(weights.pop(name))
         layer.self_attn = None  # its memory becomes free
-    context = CacheContext(model, batch_size, capacity)
+    context = CacheContext(model, batch_size, max_seq_length)
     if context.kernel:
         import_hopper(context.device)
     cache = CompressedCache(context, method_named(method).build(model, chosen, context, artifact))
