@@ -1933,7 +1933,7 @@ def sals_tensors(c: ModelConfig) -> Stored:
 
 @dataclass
 class LrqkSettings:
-    """LRQK: low-rank query and key attention over a mixed cache (arXiv 2510.23649)."""
+    """LRQK: low-rank attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
     variant: str = setting("ours", "Algorithms 1 and 2 as published, or a closed form (ours)", VARIANTS)
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)")
