@@ -4410,6 +4410,20 @@ def test_rows_that_stopped_are_saved_as_their_ids_say(folder, tmp_path):
     assert again.token_ids == llm.token_ids and lengths == [len(ids) for ids in llm.token_ids]
 
 
+def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    llm.save(tmp_path / "cache")
+    more = small_llm(checkpoint, batch_size=4)
+    more.load(tmp_path / "cache")
+    assert more.token_ids == llm.token_ids * 2 and more.token_ids[0] != more.token_ids[1]
+    assert error(more.engine.logits, llm.engine.logits.repeat(2, 1)) < 1e-6
+    assert more.report()["prompt_tokens"] == [len(ids) for ids in llm.token_ids] * 2
+    fewer = small_llm(checkpoint, batch_size=1)
+    with pytest.raises(UserError, match="needs a batch_size of 2, not 1; raise batch_size"):
+        fewer.load(tmp_path / "cache")
+
+
 def test_help_describes_every_argument_of_an_llm():
     for call in (generate.LLM, generate.LLM.generate, generate.LLM.ask, generate.LLM.stream):
         for name, parameter in inspect.signature(call).parameters.items():
