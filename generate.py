@@ -1,14 +1,15 @@
 """Generate text through a compressed cache.
 
-    python generate.py --method sals                 the embedded model answers questions about demo.txt
-    python generate.py --method sals --help          every option, with the method's own settings
+    python generate.py --method sals               the embedded model answers questions on demo.txt
+    python generate.py --method sals --help        every option, with the method's own settings
     python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
-    python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals --json
-    torchrun --nproc_per_node 4 generate.py ...      the same on 4 GPUs, or in 4 processes of a CPU
-Text goes to stdout, the report to stderr; --json adds the report as one JSON object, stdout's last line.
+    python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals
+    torchrun --nproc_per_node 4 generate.py ...    the same on 4 GPUs, or in 4 processes of a CPU
+Text goes to stdout, the report to stderr; --json adds the report as one JSON object, the last line
+of stdout.
 
 The file follows the life of a request, in eight steps:
-    1. text             a prompt is a text, token ids or a chat, which the model's template writes out
+    1. text             a prompt is a text, token ids, or a chat that the model's template writes
     2. ids              the tokenizer's ids, and whether they fit the model and the cache
     3. prefill a row    the prompt goes through the model into one row of every cache
     4. the first token  is chosen by the last logits, when decoding starts and not before
@@ -40,8 +41,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-# Threads that wait for another one soon give up their core: on a busy machine that one may have none.
-# GNU's OpenMP reads this when torch is imported. A user's own setting wins.
+# Threads that wait for another one soon give up their core: on a busy machine that one may have
+# none. GNU's OpenMP reads this when torch is imported. A user's own setting wins.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -109,7 +110,8 @@ class Progress:
         if now - self.shown > 10:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
-            print(f"{self.label} {self.done:.0f}/{self.total:.0f}, {left:.0f} s left", file=sys.stderr)
+            so_far = f"{self.label} {self.done:.0f}/{self.total:.0f}"
+            print(f"{so_far}, {left:.0f} s left", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- options: the limits of each, once
@@ -128,7 +130,7 @@ LIMITS = {  # name -> kind of number, and the interval that it lies in
 
 
 def check_number(name: str, value: object, kind: type, interval: str) -> None:
-    """Raises UserError unless the value is such a number and lies in the interval (compress.inside)."""
+    """Raises UserError unless the value is such a number, in the interval (compress.inside)."""
     wanted = numbers.Integral if kind is int else numbers.Real
     is_number = isinstance(value, wanted) and not isinstance(value, bool)
     if not is_number or not compress.inside(value, interval):
@@ -319,17 +321,14 @@ def ids_as_list(prompt: object) -> list[int]:
 
 def check_messages(messages: object) -> None:
     """Raises UserError unless these are dicts, each with a role and its content, both texts."""
-    fault = None
+    wanted = 'a chat is a list of messages, {"role": "user", "content": "..."}'
     if not is_chat(messages):
-        fault = f"not {type(messages).__name__}"
-    else:
-        for message in messages:
-            texts = (message.get("role"), message.get("content")) if isinstance(message, dict) else ()
-            if not texts or not all(isinstance(text, str) for text in texts):
-                fault = f"not {message!r}"
-    if fault:
-        wanted = 'a chat is a list of messages, {"role": "user", "content": "..."}'
-        raise UserError(f"{wanted}, {fault}")
+        raise UserError(f"{wanted}, not {messages!r}")
+    for message in messages:
+        is_message = isinstance(message, dict)
+        for key in ("role", "content"):
+            if not is_message or not isinstance(message.get(key), str):
+                raise UserError(f"{wanted}, not {message!r}")
 
 
 def render_chat(template: str, **variables) -> str:
@@ -347,7 +346,7 @@ def render_chat(template: str, **variables) -> str:
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["raise_exception"] = raise_exception
     jinja.globals["strftime_now"] = strftime_now
-    # {% generation %} ... {% endgeneration %} is around what is trained on; here it is a plain block.
+    # {% generation %} ... {% endgeneration %} is around what is trained on: here a plain block.
     template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
     template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     try:
@@ -362,11 +361,11 @@ def unused_character(text: str) -> str:
 
 
 def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
-    """A message in which no control token's name is whole, so that it stays text in the rendered chat.
+    """A message in which no control token's name is whole, so that it stays text in the chat.
 
     Each name gets a mark after its first character: <|eot_id|> becomes <MARK|eot_id|>. A template
     moves the content about, trims and splits it, and the mark goes with it; `split_control_tokens`,
-    which tells the template's names from the user's, takes it out again. names: the longest first."""
+    which tells the template's names from the user's, takes it out again. names: longest first."""
     if not names:
         return content
     any_name = "|".join(map(re.escape, names))
@@ -376,7 +375,7 @@ def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
 def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[str, bool]]:
     """A rendered chat in pieces, without marks, each with whether it is a control token.
 
-    A name of one character is marked behind it, so a name that a mark follows is the user's, too."""
+    A name of one character is marked behind it: a name that a mark follows is the user's, too."""
     if not names:
         return [(text, False)]
     any_name = "|".join(map(re.escape, names))
@@ -391,12 +390,15 @@ def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[s
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    """Token ids of the prompt for the next answer, by the model's own template; UserError if it has none.
+    """Token ids of the prompt for the next answer, by the model's own template.
+
+    UserError where it has none, or refuses the chat.
 
     chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
     template = tokenizer.chat_template
     if not template:
-        raise UserError("this model has no chat template; put a chat_template.jinja into its folder")
+        remedy = "put a chat_template.jinja into its folder"
+        raise UserError(f"this model has no chat template; {remedy}")
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     contents = [message["content"] for message in chat]
     mark = unused_character("".join([template, *names, *contents]))
@@ -413,13 +415,14 @@ def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or 
     most = min(c.max_positions, c.sliding_window or c.max_positions)
     if capacity > most:
         window = " (its sliding window)" if most == c.sliding_window else ""
-        raise UserError(f"{capacity} positions are more than the model's {most}{window}; shorten {shorten}")
+        fault = f"{capacity} positions are more than the model's {most}{window}"
+        raise UserError(f"{fault}; shorten {shorten}")
 
 
 def check_lengths(
     prompts: list[list[int]], max_new_tokens: int, max_seq_length: int | None, config: ModelConfig
 ) -> int:
-    """The tokens that a row must be able to hold: max_seq_length, or None: the longest prompt's need.
+    """The tokens that a row must be able to hold: max_seq_length, or what the longest prompt needs.
 
     Raises UserError where prompt and new tokens do not fit, or an id is none of the model's."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
@@ -457,7 +460,7 @@ class Engine:
     pos    [B] int32    where: a row holds so many tokens
     logits [B, V]       after the last token that a row holds
 
-    sampling: how tokens are chosen, which may be set anew at any time. compiled: layers are compiled
+    sampling: how tokens are chosen; it may be set anew at any time. compiled: layers are compiled
     by torch.compile. graphed: on CUDA the step is captured once as a CUDA graph, before any prompt
     is read; the graph is right for every length, because lengths are read on the device."""
 
@@ -500,7 +503,7 @@ class Engine:
         self.append(prompts)
 
     def append(self, prompts: list[list[int]]) -> None:
-        """Reads more tokens of each row, none for []. `logits` are then those after the last token."""
+        """Reads more tokens of each row, none for []. `logits` are then those after the last."""
         rows = [row for row, ids in enumerate(prompts) if ids]
         bar = Progress("reading", len(rows) * len(self.model.layers))
         for row in rows:
@@ -517,7 +520,7 @@ class Engine:
             raise UserError(f"the logits are not finite in {dtype}; use --dtype bf16 or fp32")
 
     def row_state(self, row: int, n: int) -> dict[str, Tensor]:
-        """Views of all that a row of n tokens is: its part of every cache, its length, its logits."""
+        """Views of all that a row of n tokens is: its part of every cache, length and logits."""
         state = {"pos": self.pos[row], "logits": self.logits[row]}
         for i, cache in enumerate(self.caches):
             for name, x in cache.row_state(row, n).items():
@@ -663,7 +666,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
         outside = ordered.cumsum(-1) - ordered >= sampling.top_p
         ordered = ordered.masked_fill(outside, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    # The largest of p / Exponential(1) is a draw from p; torch.multinomial would sync with the host.
+    # The largest of p / Exponential(1) is a draw from p; torch.multinomial would wait for the host.
     waiting_times = torch.empty_like(probs).exponential_(1, generator=generator)
     return (probs / waiting_times).argmax(-1)
 
@@ -688,8 +691,8 @@ def decode_tokens(
 ) -> Iterator[NewToken]:
     """Generates until each of the first `rows` rows (None: all) has stopped or has max_new_tokens.
 
-    stops(ids) sees all ids that a row has made. stride: steps between two looks at the tokens: more
-    than 1 spares the device the wait for the host, but leaves tokens after the stop in the cache."""
+    stops(ids) sees all ids that a row has made. stride: steps between two looks at the tokens; more
+    than 1 spares the device the wait for the host, but leaves tokens after a stop in the cache."""
     running = list(range(rows or engine.context.batch_size))
     made = {row: [] for row in running}
     n = 0
@@ -730,7 +733,7 @@ class Output:
     text           the answer as text ("" of a model without a tokenizer)
     token_ids      its ids
     prompt_tokens  how many tokens it follows: the prompt's, and what the row held before
-    finish_reason  "stop": the model, or the end of a line, ended it; "length": max_new_tokens did"""
+    finish_reason  "stop": the model, or the end of a line, ended it; "length": max_new_tokens"""
 
     text: str
     token_ids: list[int]
@@ -774,7 +777,9 @@ class Run:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA's allocator held, or this process's largest resident size (0: not known)."""
+    """Bytes: the most that CUDA's allocator held, or this process's largest resident size.
+
+    0 where that is not known."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     with suppress(ImportError):  # Windows
@@ -859,7 +864,7 @@ class SavedFacts(NamedTuple):
 
 
 def saved_facts(path: Path) -> SavedFacts:
-    """Reads the facts of a file of `LLM.save`, without its tensors. UserError where it is no such file."""
+    """The facts of a file of `LLM.save`, without its tensors. UserError if it is no such file."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -898,9 +903,9 @@ class LLM:
     use_kernels     run operations as Triton kernels, or in PyTorch (None: as kernels on a GPU)
     settings        the method's own: `python generate.py --method sals --help` lists them
 
-    A prompt is a text, token ids (a list, a numpy array, a torch tensor), or the messages of a chat,
-    dicts with role and content. Every method raises UserError, with one line that says what is
-    wrong, for what it cannot do. `token_ids` has the ids that each row holds."""
+    A prompt is a text, token ids (a list, a numpy array, a torch tensor), or the messages of a
+    chat, dicts with role and content. Every method raises UserError for what it cannot do, with one
+    line that says what is wrong. `token_ids` has the ids that each row holds."""
 
     @errors_in_python_words()
     def __init__(
@@ -970,7 +975,7 @@ class LLM:
         for first in range(0, len(ids), rows):
             for _ in self._answer(ids[first : first + rows], request):
                 pass
-        return self.run.outputs[0] if is_one else self.run.outputs
+        return self.run.outputs[0] if is_one else list(self.run.outputs)
 
     @errors_in_python_words()
     def stream(
@@ -1004,7 +1009,7 @@ class LLM:
         top_p: float = 1.0,
         ignore_eos: bool = False,
     ) -> Output:
-        """The next message of a chat, by the model's own template. Other arguments as in `generate`.
+        """The next message of a chat, by the model's own template. The rest is as in `generate`.
 
         messages: [{"role": "user", "content": "..."}, ...], the user's last."""
         check_messages(messages)
@@ -1012,8 +1017,8 @@ class LLM:
 
     @errors_in_python_words()
     def prefill(self, prompts: str | list) -> None:
-        """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True go
-        on from there, and so does `ask`; `save` keeps it."""
+        """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True
+        go on from there, and so does `ask`; `save` keeps it."""
         if not is_one_prompt(prompts):
             n = len(prompts)
             rows = len(self.token_ids) or self.batch_size or n
@@ -1036,10 +1041,11 @@ class LLM:
         top_p: float = 1.0,
         ignore_eos: bool = False,
     ) -> Output | list[Output]:
-        """An answer of one line to each question about what row 0 holds. Arguments as in `generate`.
+        """An answer of one line to each question about what row 0 holds.
 
         No question sees another, nor its answer. With more rows than one so many are answered at
-        once. Afterwards row 0 is as it was, and the other rows hold nothing."""
+        once. Afterwards row 0 is as it was, and the other rows hold nothing. Arguments as in
+        `generate`."""
         request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos, one_line=True)
         if not self.token_ids or not self.token_ids[0]:
             raise UserError("nothing was read that could be asked about; prefill or load it first")
@@ -1072,7 +1078,7 @@ class LLM:
 
     @errors_in_python_words()
     def report(self) -> dict:
-        """The figures of the last call: lists have an entry for each prompt, bytes are of all rows."""
+        """The figures of the last call: lists have an entry a prompt, bytes are of all rows."""
         if self.run is None:
             raise UserError("there is nothing to report yet; generate or prefill something first")
         return report_of(self, self.run)
@@ -1111,9 +1117,10 @@ class LLM:
 
     @errors_in_python_words()
     def save(self, path: str | Path, note: object = None) -> None:
-        """Writes what the rows hold, and no more, as one safetensors file; OSError where it cannot be.
+        """Writes what the rows hold, and no more, as one safetensors file.
 
-        note: what else the file shall tell, in JSON (`saved_facts` reads it)."""
+        OSError where it cannot be written. note: what else the file shall tell, in JSON
+        (`saved_facts` reads it)."""
         self._check_rows()
         self._end_stream()
         self._settle()
@@ -1208,8 +1215,8 @@ class LLM:
     def build_engine(self, rows: int, need: int = 0) -> Engine:
         """Builds the caches of so many rows, once; it may change the model's weights.
 
-        need: tokens of a row, where there is no max_seq_length. UserError, before anything is built,
-        where something does not fit."""
+        need: tokens of a row, where there is no max_seq_length. UserError, before anything is
+        built, where something does not fit."""
         config = self.model.config
         capacity = self.max_seq_length
         if capacity is None:
@@ -1226,7 +1233,7 @@ class LLM:
         graphed = context.device.type == "cuda"
         compiled = graphed if self.use_compile is None else self.use_compile
         if compiled and not graphed:
-            for cache in caches:  # Inductor's code for a CPU drops some of KIVI's keys: they stay eager
+            for cache in caches:  # they stay eager: Inductor drops some of KIVI's keys on a CPU
                 cache.decode = torch.compiler.disable(cache.decode)
         try:
             self.engine = Engine(
@@ -1246,7 +1253,7 @@ class LLM:
 
     @errors_in_python_words()
     def encode(self, prompt: str | list, after: list[int] | tuple[int, ...] = ()) -> list[int]:
-        """Token ids of a prompt, with those that it follows. A chat's messages are the whole prompt."""
+        """Token ids of a prompt, with those that it follows. A chat's messages are all of it."""
         if is_chat(prompt):
             check_messages(prompt)
             return encode_chat(self._tokenizer_for_text(), prompt)
@@ -1282,7 +1289,7 @@ class LLM:
         return ids
 
     def _begin_run(self, follow: bool = False) -> None:
-        """Begins the figures of a call. What it follows, and was only read so far, is a part of it."""
+        """Begins the figures of a call. What it follows, if only read so far, is a part of it."""
         self._end_stream()
         read_s = 0.0
         if follow and self.run is not None and self.run.first_token_s is None:
@@ -1372,29 +1379,29 @@ class LLM:
             yield decoder.flush()
 
     def _end_stream(self) -> None:
-        """Ends a stream that was left half-way: it and what comes next would write into one cache."""
+        """Ends a stream that was left half-way: its cache is needed for what comes next."""
         stream = self._open_stream
         self._open_stream = None
         if stream is not None:
             stream.close()
 
     def _settle(self) -> None:
-        """Reads the rows again, if the cache of one is not that of its ids. A row that stopped ran on
-        while others were made; an idle one gave its places up."""
+        """Reads the rows again, if the cache of one is not that of its ids. A row that stopped ran
+        on while others were made; an idle one gave its places up."""
         for ids, n in zip(self.token_ids, self.engine.pos.tolist(), strict=True):
             if len(ids) - n not in (0, 1):  # the last token may be still to be written
                 self.engine.prefill(self.token_ids)
                 return
 
     def _restore(self, row: int, n: int, state: dict[str, Tensor], ids: list[int]) -> None:
-        """Makes a row one of n tokens in the cache, of a state that `row_state` gave, and these ids."""
+        """Makes a row one of these ids: of n, its state in the cache, as `row_state` gave it."""
         self.engine.restore_row(row, n, state)
         self.token_ids[row] = list(ids)
 
     def _check_rows(self, *numbers_of_rows: int) -> None:
         """Raises UserError unless the cache holds something, and has so many rows."""
         if not any(self.token_ids):
-            raise UserError("the cache holds nothing yet; prefill, generate or load something first")
+            raise UserError("the cache holds nothing yet; prefill, generate or load first")
         for n in numbers_of_rows:
             check_number("rows", n, int, f"[1, {len(self.token_ids)}]")
 
@@ -1419,18 +1426,21 @@ def new_request(
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and that takes options by their full names only."""
+    """An argument parser whose errors are one line, and that takes only full names of options."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=as_written, **kwargs)
 
     def error(self, message: str) -> None:
         raise UserError(f"{message}; see --help")
 
     def option(self, name: str, kind: Callable, default: object, about: str, **more) -> None:
-        """An option of one value, or of several (nargs, or action "append"). Its help says its default."""
+        """An option of one value, or of several (nargs, or action "append"), and its default."""
         if default not in (None, "", []):
-            shown = default if not isinstance(default, tuple | list) else " ".join(map(str, default))
+            shown = default
+            if isinstance(default, tuple | list):
+                shown = " ".join(map(str, default))
             about = f"{about} (default {shown})"
         self.add_argument(name, type=kind, default=default, help=about.replace("%", "%%"), **more)
 
@@ -1489,10 +1499,12 @@ def add_device_option(parser: Parser) -> None:
 
 
 def add_model_options(parser: Parser) -> None:
-    about = "a Hugging Face folder: config.json, *.safetensors, tokenizer (default: the embedded model)"
+    about = "a Hugging Face folder: config.json, *.safetensors, tokenizer"
+    about += " (default: the embedded model)"
     parser.add_argument("--checkpoint", type=Path, default=NANO, metavar="FOLDER", help=about)
     add_device_option(parser)
-    parser.option("--dtype", str, "auto", "auto: fp32 on the CPU, bf16 on a GPU", choices=("auto", *DTYPES))
+    about = "auto: fp32 on the CPU, bf16 on a GPU"
+    parser.option("--dtype", str, "auto", about, choices=("auto", *DTYPES))
 
 
 def add_weights_option(parser: Parser) -> None:
@@ -1500,8 +1512,9 @@ def add_weights_option(parser: Parser) -> None:
 
 
 def add_engine_options(parser: Parser) -> None:
-    parser.flag("--compile", "compile the step (default: on CUDA)", argparse.BooleanOptionalAction)
-    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", argparse.BooleanOptionalAction)
+    yes_or_no = argparse.BooleanOptionalAction
+    parser.flag("--compile", "compile the step (default: on CUDA)", yes_or_no)
+    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", yes_or_no)
 
 
 def add_sampling_options(parser: Parser) -> None:
@@ -1525,11 +1538,12 @@ def sampling_options(args: argparse.Namespace) -> dict:
 
 def add_chat_options(parser: Parser) -> None:
     parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
-    parser.option("--system", str, "", "a system message for the chat; it implies --chat", metavar="TEXT")
+    about = "a system message for the chat; it implies --chat"
+    parser.option("--system", str, "", about, metavar="TEXT")
 
 
 def parser_of_methods(doc: str, argv: list[str]) -> Parser:
-    """A parser with --method and the settings of the method that argv names. Its help lists all methods.
+    """A parser with --method and the settings of the method that argv names; its help lists all.
 
     doc: a module's docstring, whose second paragraph becomes the end of the help."""
     description, epilog = doc.split("\n\n")[:2]
@@ -1558,13 +1572,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_weights_option(parser)
     parser.option("--random_weights", str, None, "of this shape, to time a step", choices=SHAPES)
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
-    about = "text, a file, stdin, or N random tokens; repeat it for a batch (default: the folder's demo.txt)"
+    about = "text, a file, stdin, or N random tokens; repeat it for a batch"
+    about += " (default: the folder's demo.txt)"
     parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
-    parser.option("--ask", str, [], "a question after it, answered in a line; repeat it", action="append")
+    about = "a question after it, answered in a line; repeat it"
+    parser.option("--ask", str, [], about, action="append")
     about = "rows; prompts, or --ask, are repeated to fill them"
     parser.option("--batch_size", limited("batch_size"), None, about)
-    parser.option("--save_cache", Path, None, "writes the cache of the prompt, once read", metavar="FILE")
-    parser.option("--load_cache", Path, None, "goes on after such a prompt: no --prompt then", metavar="FILE")
+    about = "writes the cache of the prompt, once read"
+    parser.option("--save_cache", Path, None, about, metavar="FILE")
+    about = "goes on after such a prompt: no --prompt then"
+    parser.option("--load_cache", Path, None, about, metavar="FILE")
     add_chat_options(parser)
     add_sampling_options(parser)
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
@@ -1736,8 +1754,9 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def run_command(run: Callable[[], None]) -> None:
-    """Runs a command, in each process where torchrun has started several. What a user gets wrong ends in one
-    line on stderr and exit code 2."""
+    """Runs a command, in each process where torchrun has started several.
+
+    What a user gets wrong ends in one line on stderr and exit code 2."""
     if is_one_of_several_processes():
         from extras import parallel
 
@@ -1756,7 +1775,7 @@ def run_alone(run: Callable[[], None]) -> None:
         sys.stdin.reconfigure(encoding="utf-8-sig", newline=None)  # as files are read
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may know fewer characters than a model
+            stream.reconfigure(errors="replace")  # a terminal may lack characters of the model's
     try:
         run()
     except UserError as error:
@@ -1767,13 +1786,16 @@ def run_alone(run: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        leave(2, f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
+        if error.filename:
+            leave(2, f"error: {error.filename}: {error.strerror}")
+        leave(2, f"error: {error}")
     except (MemoryError, RuntimeError) as error:
-        told = str(error) or "out of memory"
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in told:
+        cause = str(error) or "out of memory"
+        is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_of_memory and "allocate memory" not in cause:
             raise
-        told = told.splitlines()[0]
-        leave(2, f"error: not enough memory ({told}); use a smaller model, fewer or shorter rows")
+        cause = cause.splitlines()[0]
+        leave(2, f"error: not enough memory ({cause}); use a smaller model, fewer or shorter rows")
     except KeyboardInterrupt:
         leave(130, "interrupted")
 
@@ -1789,5 +1811,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["generate"] = sys.modules["__main__"]  # an extra that imports generate gets this one
+    sys.modules["generate"] = sys.modules["__main__"]  # for an extra that imports generate
     main()

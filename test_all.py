@@ -10,13 +10,16 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.util
+import inspect
 import io
 import itertools
 import json
 import locale
 import math
 import os
+import pickle
 import random
 import re
 import runpy
@@ -4169,7 +4172,7 @@ def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
     ):
         with pytest.raises(UserError, match=fault):
             call()
-    for prompts, fault in (([], "there is no prompt"), ([[]], "no tokens"), ("", "no tokens")):
+    for prompts, fault in (([], "there is no prompt"), ([[]], "no tokens")):
         with pytest.raises(UserError, match=fault):
             llm.generate(prompts)
     for follow, prompts in ((False, ["hello", "hello there", "who"]), (True, [" world"] * 3)):
@@ -4209,6 +4212,354 @@ def test_a_stream_that_is_left_early_is_followed_without_reading_again(checkpoin
     fresh = generate.LLM(checkpoint, device="cpu", max_seq_length=64)
     whole = fresh.generate("hello there", 8, ignore_eos=True)
     assert whole.token_ids[2:] == more.token_ids and whole.text == shown + more.text
+
+
+# ---- the Python API (`LLM`)
+
+
+def small_llm(checkpoint: Path, **options) -> generate.LLM:
+    return generate.LLM(checkpoint, **{"device": "cpu", "max_seq_length": 64, **options})
+
+
+PROMPT = "the magic number for silent lantern"
+
+
+def test_each_call_and_each_row_draws_for_itself(checkpoint, tmp_path):
+    """The token after a prompt is drawn when decoding starts: not when it is read, saved or forked."""
+    llm = small_llm(checkpoint, batch_size=8)
+    assert len({llm.generate(PROMPT, 1, temperature=2.0).token_ids[0] for _ in range(8)}) > 4
+    llm.prefill(PROMPT)
+    llm.save(tmp_path / "read")
+    llm.fork(0, 8)
+    outputs = llm.generate([[]] * 8, 1, temperature=2.0, follow=True)
+    assert len({output.token_ids[0] for output in outputs}) > 4
+    greedy = small_llm(checkpoint).generate(PROMPT, 4)
+    llm.load(tmp_path / "read")
+    assert llm.generate([[]], 4, follow=True)[0].token_ids == greedy.token_ids
+    firsts = set()
+    for seed in range(6):
+        llm = small_llm(checkpoint, seed=seed)
+        llm.load(tmp_path / "read")
+        firsts.add(llm.generate([[]], 1, temperature=2.0, follow=True)[0].token_ids[0])
+    assert len(firsts) > 3
+
+
+def test_random_numbers_are_the_llms_own(checkpoint):
+    def draws(llm: generate.LLM) -> list[int]:
+        return llm.generate(PROMPT, 8, temperature=2.0, ignore_eos=True).token_ids
+
+    after = []
+    for seed in (123, 999):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        llm = small_llm(checkpoint)
+        first, second = draws(llm), draws(llm)
+        assert torch.get_rng_state().equal(state)
+        after.append((first, second))
+    assert after[0] == after[1] and first != second
+    llm = small_llm(checkpoint)
+    assert draws(llm) == first
+    draws(small_llm(checkpoint))  # another one resets nothing
+    assert draws(llm) == second
+    assert draws(small_llm(checkpoint, seed=1)) != first
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda llm, path: "".join(llm.stream("who", 4)),
+        lambda llm, path: llm.generate("who", 4),
+        lambda llm, path: llm.prefill("who"),
+        lambda llm, path: llm.ask("who", 4),
+        lambda llm, path: llm.fork(0, 1),
+        lambda llm, path: llm.crop(2),
+        lambda llm, path: llm.save(path),
+        lambda llm, path: llm.load(path),
+    ],
+)
+def test_a_stream_ends_when_something_else_uses_the_cache(use, checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill("who")
+    llm.save(tmp_path / "cache")
+    pieces = llm.stream(PROMPT, 12, ignore_eos=True)
+    assert next(pieces) + next(pieces)
+    use(llm, tmp_path / "cache")
+    held = [list(ids) for ids in llm.token_ids]
+    assert list(pieces) == [] and llm.token_ids == held
+    fresh = small_llm(checkpoint)
+    again = [each.generate(PROMPT, 6).token_ids for each in (llm, fresh)]
+    assert again[0] == again[1]
+
+
+BAD_ARGUMENTS = [  # of LLM
+    ({"dtype": "float16"}, "dtype float16: choose from auto, bf16, fp16, fp32"),
+    ({"weights": "int4"}, "weights int4: choose from None, int8"),
+    ({"device": "mps"}, "device mps: choose from cpu, cuda"),
+    ({"seed": None}, "seed None: give a whole number"),
+    ({"seed": -1}, "seed -1: give a whole number in"),
+    ({"batch_size": -1}, "batch_size -1: give a whole number in"),
+    ({"batch_size": 2.5}, "batch_size 2.5: give a whole number in"),
+    ({"max_seq_length": 0}, "max_seq_length 0: give a whole number in"),
+    ({"max_seq_length": 600}, "more than the model's 512; shorten max_seq_length"),
+    ({"model": "x"}, "model is not a setting of dense; its settings are: none"),
+    ({"method": "sals", "rank": 2}, "rank 2: give a number in"),
+    ({"method": "magic"}, "unknown method 'magic'"),
+    ({"use_kernels": True}, "use use_kernels=False"),
+]
+BAD_CALLS = [  # of its methods
+    ({"top_p": 0.0}, "top_p 0.0: give a number in (0, 1]"),
+    ({"top_k": -1}, "top_k -1: give a whole number in"),
+    ({"temperature": -1.0}, "temperature -1.0: give a number in [0, inf)"),
+    ({"temperature": math.nan}, "temperature nan: give a number in"),
+    ({"temperature": "hot"}, "temperature hot: give a number in"),
+    ({"max_new_tokens": -3}, "max_new_tokens -3: give a whole number in"),
+    ({"max_new_tokens": 100}, "raise max_seq_length"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD_ARGUMENTS)
+def test_an_llm_refuses_what_the_command_line_refuses_in_words_of_python(
+    options, message, checkpoint, monkeypatch
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match=re.escape(message)) as refusal:
+        small_llm(checkpoint, **options).generate(PROMPT, 1)
+    assert "--" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("options, message", BAD_CALLS)
+def test_a_call_refuses_what_the_command_line_refuses(options, message, checkpoint):
+    llm = small_llm(checkpoint)
+    llm.prefill(PROMPT)
+    for call in (llm.generate, llm.ask, lambda text, **more: list(llm.stream(text, **more))):
+        with pytest.raises(UserError, match=re.escape(message)) as refusal:
+            call("who is it", **options)
+        assert "--" not in str(refusal.value)
+
+
+def test_a_command_in_an_error_of_python_can_be_run(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "a--b")
+    compress.artifact_path(tmp_path / "a--b", "sals").unlink()
+    with pytest.raises(UserError) as refusal:
+        small_llm(tmp_path / "a--b", method="sals").generate(PROMPT, 1)
+    command = f"python calibrate.py fit --checkpoint {tmp_path}/a--b --method sals"
+    assert str(refusal.value).startswith(f"{tmp_path}/a--b/") and str(refusal.value).endswith(command)
+
+
+def test_an_output_outlives_its_llm(checkpoint):
+    def answer() -> generate.Output:
+        llm = small_llm(checkpoint)
+        alive.append(weakref.ref(llm.model))
+        return llm.generate(PROMPT, 3, ignore_eos=True)
+
+    alive = []
+    output = answer()
+    gc.collect()
+    assert alive[0]() is None
+    stored = pickle.dumps(output)
+    assert pickle.loads(stored) == output and len(stored) < 1000
+    assert set(dataclasses.asdict(output)) == {"text", "token_ids", "prompt_tokens", "finish_reason"}
+    assert output.finish_reason == "length" and len(output.token_ids) == 3
+
+
+def test_a_prompt_is_a_text_ids_or_messages(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    llm = small_llm(folder)
+    messages = [{"role": "user", "content": PROMPT}]
+    kinds = [PROMPT, messages]
+    ids = [llm.encode(PROMPT), llm.encode(messages)]
+    expected = [small_llm(folder).generate(each, 3, ignore_eos=True).token_ids for each in ids]
+    for prompt, own_ids, made in zip(kinds, ids, expected, strict=True):
+        forms = [prompt, own_ids, tuple(own_ids), np.array(own_ids), torch.tensor(own_ids)]
+        forms += [list(np.array(own_ids)), list(torch.tensor(own_ids, dtype=torch.int32))]
+        for form in forms:
+            assert llm.generate(form, 3, ignore_eos=True).token_ids == made  # one prompt, one output
+            outputs = llm.generate([form], 3, ignore_eos=True)
+            assert [output.token_ids for output in outputs] == [made]
+            said = "".join(llm.stream(form, 3, ignore_eos=True))
+            assert said == outputs[0].text
+        llm.prefill(prompt)
+        assert llm.token_ids == [own_ids]
+    assert llm.chat(messages, 3, ignore_eos=True).token_ids == expected[1]
+    assert llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), 2, ignore_eos=True)[1].prompt_tokens == 3
+    for wrong, message in (
+        ([5, -6, 7], "token id -6 is outside the model's vocabulary of 4096"),
+        (torch.tensor([5, 4096]), "token id 4096 is outside"),
+        ([5.5], "token ids are whole numbers, not 5.5"),
+        ([True], "token ids are whole numbers, not True"),
+        (7, "a prompt is a text, token ids or a chat's messages, not int"),
+        ([None], "a prompt is a text, token ids or a chat's messages, not None"),
+        ([{"role": "user"}], "a chat is a list of messages"),
+        ([{"content": "who"}], "a chat is a list of messages"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            llm.generate(wrong, 2)
+    for wrong in ("hi", [], ["hi"], {"role": "user", "content": "hi"}):
+        with pytest.raises(UserError, match="a chat is a list of messages"):
+            llm.chat(wrong)
+    with pytest.raises(UserError, match="stream takes one prompt"):
+        llm.stream(["a", "b"])
+
+
+def test_random_weights_take_ids_and_no_text():
+    llm = generate.LLM(tiny_config(), device="cpu", max_seq_length=64)
+    output = llm.generate([5, 6, 7], 3)
+    assert output.text == "" and len(output.token_ids) == 3
+    with pytest.raises(UserError, match="no tokenizer; give token ids"):
+        llm.generate("text", 3)
+
+
+def test_no_new_tokens_read_alone(checkpoint):
+    llm = small_llm(checkpoint)
+    output = llm.generate(PROMPT, 0)
+    report = llm.report()
+    assert output.token_ids == [] and output.finish_reason == "length"
+    assert report["decode_tokens_per_s"] is None and report["first_token_s"] is None
+    assert int(llm.engine.pos[0]) == output.prompt_tokens
+    whole = small_llm(checkpoint).generate(PROMPT, 5)
+    assert llm.generate([[]], 5, follow=True)[0].token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_prompts_are_served_in_groups_and_rows_without_one_are_idle(method, checkpoint, tmp_path):
+    texts = ["who", "hello there", "the magic number", "and so on", "where is it"]
+    alone = {}
+    for text in texts:
+        alone[text] = small_llm(checkpoint, method=method).generate(text, 5, ignore_eos=True)
+    llm = small_llm(checkpoint, method=method)
+    for group in (texts[:3], texts, texts[3:], texts[1:2]):
+        outputs = llm.generate(group, 5, ignore_eos=True)
+        assert len(llm.token_ids) == 3  # rows, by the first call
+        assert outputs == [alone[text] for text in group]
+        assert llm.report()["token_ids"] == [output.token_ids for output in outputs]
+    assert llm.engine.pos[1:].tolist() == [0, 0] and llm.token_ids[1:] == [[], []]
+    assert llm.held_memory().tokens == len(llm.token_ids[0]) - 1
+    llm.save(tmp_path / "cache")
+    assert generate.saved_facts(tmp_path / "cache").lengths == [len(llm.token_ids[0]) - 1]
+    # Beside others that go on, a row that is idle keeps its ids, and is read again when it is followed.
+    llm.generate(texts[:3], 5, ignore_eos=True)
+    llm.generate(" then", 50, ignore_eos=True, follow=True)
+    expected = small_llm(checkpoint, method=method)
+    expected.prefill([list(ids) for ids in llm.token_ids])
+    again = [each.generate([" so"] * 3, 4, follow=True, ignore_eos=True) for each in (llm, expected)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_each_question_is_answered_from_the_document(method, checkpoint):
+    """Whatever the number of rows; and the document is there afterwards."""
+    document = "once upon a time there was a green river"
+    questions = ["who is it", "where is it", "what is the magic number for green river"]
+    size = {"method": method, "max_seq_length": 128}
+    expected = []
+    for question in questions:
+        llm = small_llm(checkpoint, **size)
+        llm.prefill(document)
+        expected.append(llm.generate(f"\n{question}", 8, follow=True))
+    for rows in (1, 2, 3, 4):
+        llm = small_llm(checkpoint, batch_size=rows, **size)
+        llm.prefill(document)
+        before = [list(ids) for ids in llm.token_ids], llm.engine.pos.tolist()
+        for _ in range(2):
+            outputs = llm.ask(questions, 8)
+            report = llm.report()
+            assert [output.prompt_tokens for output in outputs] == report["prompt_tokens"]
+            for output, text, answer in zip(outputs, report["text"], expected, strict=True):
+                assert answer.token_ids[: len(output.token_ids)] == output.token_ids
+                assert output.prompt_tokens == answer.prompt_tokens and output.text == text.strip()
+                ends = "length" if output.token_ids == answer.token_ids else "stop"
+                assert output.finish_reason == (ends if answer.finish_reason == "length" else "stop")
+            assert (llm.token_ids, llm.engine.pos.tolist()) == before
+        assert llm.ask(questions[1], 8) == outputs[1]
+        assert llm.generate(f"\n{questions[2]}", 8, follow=True) == expected[2]
+    with pytest.raises(UserError, match="there is no question"):
+        llm.ask([])
+
+
+@pytest.mark.parametrize("method", ["dense", "sals", "kivi"])
+def test_crop_takes_rows_back(method, checkpoint):
+    llm = small_llm(checkpoint, method=method)
+    ids = llm.encode("once upon a time there was a green river")
+    llm.generate(ids, 6, ignore_eos=True)
+    for n in (len(ids) + 4, len(ids), 5, 1):
+        llm.crop(n)
+        held = list(llm.token_ids[0])
+        assert len(held) == n and int(llm.engine.pos[0]) == n
+        fresh = small_llm(checkpoint, method=method)
+        fresh.prefill(held)
+        assert error(llm.engine.logits, fresh.engine.logits) < 1e-5
+        more = [each.generate([[]], 6, ignore_eos=True, follow=True)[0] for each in (llm, fresh)]
+        assert more[0] == more[1]
+        llm.crop(n)
+    with pytest.raises(UserError, match="n 2: give a whole number in"):
+        llm.crop(2)
+
+
+def test_a_dense_cache_goes_back_without_reading(checkpoint, monkeypatch):
+    llm = small_llm(checkpoint)
+    llm.generate(PROMPT, 6, ignore_eos=True)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("all is read again"))
+    llm.crop(4)
+    assert int(llm.engine.pos[0]) == 4
+
+
+def test_rows_that_stopped_are_saved_as_their_ids_say(folder, tmp_path):
+    """A row that stops runs on while others are made."""
+    texts = ["hello", "and so on", "who"]
+    llm = small_llm(folder)
+    made = llm.generate(texts, 20, ignore_eos=True)
+    edit_json(folder / "config.json", eos_token_id=made[0].token_ids[5])
+    llm = small_llm(folder)
+    outputs = llm.generate(texts, 20)
+    assert outputs[0].finish_reason == "stop" and "length" in [o.finish_reason for o in outputs]
+    llm.save(tmp_path / "cache")
+    again = small_llm(folder)
+    again.load(tmp_path / "cache")
+    lengths = generate.saved_facts(tmp_path / "cache").lengths
+    assert again.token_ids == llm.token_ids and lengths == [len(ids) for ids in llm.token_ids]
+
+
+def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    llm.save(tmp_path / "cache")
+    more = small_llm(checkpoint, batch_size=4)
+    more.load(tmp_path / "cache")
+    assert more.token_ids == llm.token_ids * 2 and more.token_ids[0] != more.token_ids[1]
+    assert error(more.engine.logits, llm.engine.logits.repeat(2, 1)) < 1e-6
+    assert more.report()["prompt_tokens"] == [len(ids) for ids in llm.token_ids] * 2
+    fewer = small_llm(checkpoint, batch_size=1)
+    with pytest.raises(UserError, match="needs a batch_size of 2, not 1; raise batch_size"):
+        fewer.load(tmp_path / "cache")
+
+
+def test_help_describes_every_argument_of_an_llm():
+    for call in (generate.LLM, generate.LLM.generate, generate.LLM.ask, generate.LLM.stream):
+        for name, parameter in inspect.signature(call).parameters.items():
+            if name not in ("self", "settings"):
+                assert parameter.annotation is not inspect.Parameter.empty, (call, name)
+    described = inspect.getdoc(generate.LLM)
+    for name in inspect.signature(generate.LLM).parameters:
+        assert re.search(rf"^ *{name} ", described, flags=re.M), name
+    for name in ("temperature", "top_k", "top_p", "ignore_eos", "follow"):
+        assert f"{name}:" in inspect.getdoc(generate.LLM.generate)
+
+
+def test_a_loaded_cache_is_saved_again_though_questions_are_asked(cli, tmp_path):
+    assert cli(f"generate --prompt hello --max_new_tokens 1 --save_cache {tmp_path}/a")[0] == 0
+    load = f"generate --load_cache {tmp_path}/a --max_new_tokens 3"
+    assert cli(f"{load} --ask 'who is it' --save_cache {tmp_path}/b")[0] == 0
+    saved, again = (load_file(tmp_path / name) for name in "ab")
+    assert saved.keys() == again.keys() and all(saved[name].equal(again[name]) for name in saved)
+
+
+def test_the_command_line_answers_each_question_alone(cli):
+    line = "generate --prompt 'once upon a time' --max_new_tokens 6"
+    asks = ["who is it", "where is it"]
+    alone = [cli.json(f"{line} --ask '{ask}'") for ask in asks]
+    both = cli.json(f"{line} --ask '{asks[0]}' --ask '{asks[1]}'")
+    for name in ("prompt_tokens", "new_tokens", "token_ids", "text"):
+        assert both[name] == [*alone[0][name], *alone[1][name]]
 
 
 def test_progress_is_on_stderr(capsys):
