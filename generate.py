@@ -32,6 +32,7 @@ import random
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -943,7 +944,8 @@ class LLM:
         self.engine: Engine | None = None  # `build_engine` makes it, when rows are known
         self.token_ids: list[list[int]] = []  # of each row, given and made; most are in its cache
         self.run: Run | None = None  # the last call
-        self._open_stream: Generator[str, None, None] | None = None
+        # Weak: a stream that its caller drops ends, and holds no model.
+        self._open_stream: weakref.ref[Generator[str, None, None]] | None = None
 
     # ---- what one calls
 
@@ -995,8 +997,9 @@ class LLM:
         if not is_one_prompt(prompt) and len(prompt):
             raise UserError("stream takes one prompt; generate takes a list of them")
         self._end_stream()
-        self._open_stream = self._pieces(prompt, request, follow)
-        return self._open_stream
+        stream = self._pieces(prompt, request, follow)
+        self._open_stream = weakref.ref(stream)
+        return stream
 
     @errors_in_python_words()
     def chat(
@@ -1379,7 +1382,7 @@ class LLM:
 
     def _end_stream(self) -> None:
         """Ends a stream that was left half-way: its cache is needed for what comes next."""
-        stream = self._open_stream
+        stream = self._open_stream and self._open_stream()
         self._open_stream = None
         if stream is not None:
             stream.close()
