@@ -92,6 +92,7 @@ COUNT = re.compile("[0-9]{1,4000}")  # as a prompt of the command line: so many 
 DEFAULT_LENGTH = 4096  # tokens that a row can hold where nothing else is said
 
 Chat = list[dict[str, str]]  # messages, each with a role and its content
+Prompt = str | list[int] | Tensor | Chat  # or a numpy array of ids
 
 
 class Progress:
@@ -952,7 +953,7 @@ class LLM:
     @errors_in_python_words()
     def generate(
         self,
-        prompts: str | list,
+        prompts: Prompt | list[Prompt],
         max_new_tokens: int = 100,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -981,7 +982,7 @@ class LLM:
     @errors_in_python_words()
     def stream(
         self,
-        prompt: str | list,
+        prompt: Prompt,
         max_new_tokens: int = 100,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -1018,7 +1019,7 @@ class LLM:
         return self.generate(messages, max_new_tokens, temperature, top_k, top_p, ignore_eos)
 
     @errors_in_python_words()
-    def prefill(self, prompts: str | list) -> None:
+    def prefill(self, prompts: Prompt | list[Prompt]) -> None:
         """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True
         go on from there, and so does `ask`; `save` keeps it."""
         if not is_one_prompt(prompts):
@@ -1199,6 +1200,8 @@ class LLM:
 
     def held_memory(self) -> HeldMemory:
         """What all rows hold, measured."""
+        if self.engine is None:
+            return HeldMemory(0, 0, 0.0)
         context = self.engine.context
         lengths = self.engine.pos.tolist()
         size = 0
@@ -1254,7 +1257,7 @@ class LLM:
         return self.engine
 
     @errors_in_python_words()
-    def encode(self, prompt: str | list, after: list[int] | tuple[int, ...] = ()) -> list[int]:
+    def encode(self, prompt: Prompt, after: list[int] | tuple[int, ...] = ()) -> list[int]:
         """Token ids of a prompt, with those that it follows. A chat's messages are all of it."""
         if is_chat(prompt):
             check_messages(prompt)
@@ -1271,7 +1274,7 @@ class LLM:
             raise UserError("random weights have no tokenizer; give token ids")
         return self.tokenizer
 
-    def _prompt_ids(self, prompts: list, max_new_tokens: int, follow: bool) -> list[list[int]]:
+    def _prompt_ids(self, prompts: list[Prompt], max_new_tokens: int, follow: bool) -> list[list[int]]:
         """Steps 1 and 2, for all prompts of a call; it builds the engine where there is none.
 
         follow: with the ids that the rows hold before them."""
@@ -1358,15 +1361,18 @@ class LLM:
                 goes_on = False
             new.append(ids[n:])
         idle = [[] for _ in range(len(self.token_ids) - len(prompts))]
-        if goes_on:
-            if any(new):
+        try:
+            if not goes_on:
+                self.engine.prefill(prompts + idle)
+                self.token_ids[len(prompts) :] = idle
+            elif any(new):
                 self.engine.append(new + idle)
-            self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
-        else:
-            self.engine.prefill(prompts + idle)
-            self.token_ids = [list(ids) for ids in prompts] + idle
+        except BaseException:  # Ctrl-C, too: what the rows hold now is nobody's
+            self.engine.pos.zero_()
+            raise
+        self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
 
-    def _pieces(self, prompt: str | list, request: Request, follow: bool) -> Generator[str, None, None]:
+    def _pieces(self, prompt: Prompt, request: Request, follow: bool) -> Generator[str, None, None]:
         """The generator behind `stream`."""
         with errors_in_python_words():
             own = self._open_stream

@@ -4428,6 +4428,20 @@ def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
         fewer.load(tmp_path / "cache")
 
 
+def test_a_reading_that_fails_leaves_no_rows_of_another_prompt(checkpoint):
+    llm = small_llm(checkpoint)
+    document = llm.encode("once upon a time there was a green river")
+    llm.prefill(document)
+    with mock.patch.object(generate.Engine, "check_logits", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7] * (len(document) - 2), 3)
+    assert llm.token_ids == [document]
+    fresh = small_llm(checkpoint)
+    fresh.prefill(document)
+    more = [each.generate(" who", 6, ignore_eos=True, follow=True) for each in (llm, fresh)]
+    assert more[0] == more[1]
+
+
 def test_help_describes_every_argument_of_an_llm():
     for call in (generate.LLM, generate.LLM.generate, generate.LLM.ask, generate.LLM.stream):
         for name, parameter in inspect.signature(call).parameters.items():
