@@ -32,6 +32,7 @@ import random
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ COUNT = re.compile("[0-9]{1,4000}")  # as a prompt of the command line: so many 
 DEFAULT_LENGTH = 4096  # tokens that a row can hold where nothing else is said
 
 Chat = list[dict[str, str]]  # messages, each with a role and its content
+Prompt = str | list[int] | Tensor | Chat  # or a numpy array of ids
 
 
 class Progress:
@@ -944,14 +946,15 @@ class LLM:
         self.engine: Engine | None = None  # `build_engine` makes it, when rows are known
         self.token_ids: list[list[int]] = []  # of each row, given and made; most are in its cache
         self.run: Run | None = None  # the last call
-        self._open_stream: Generator[str, None, None] | None = None
+        # Weak: a stream that its caller drops ends, and holds no model.
+        self._open_stream: weakref.ref[Generator[str, None, None]] | None = None
 
     # ---- what one calls
 
     @errors_in_python_words()
     def generate(
         self,
-        prompts: str | list,
+        prompts: Prompt | list[Prompt],
         max_new_tokens: int = 100,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -980,7 +983,7 @@ class LLM:
     @errors_in_python_words()
     def stream(
         self,
-        prompt: str | list,
+        prompt: Prompt,
         max_new_tokens: int = 100,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -996,8 +999,9 @@ class LLM:
         if not is_one_prompt(prompt) and len(prompt):
             raise UserError("stream takes one prompt; generate takes a list of them")
         self._end_stream()
-        self._open_stream = self._pieces(prompt, request, follow)
-        return self._open_stream
+        stream = self._pieces(prompt, request, follow)
+        self._open_stream = weakref.ref(stream)
+        return stream
 
     @errors_in_python_words()
     def chat(
@@ -1016,7 +1020,7 @@ class LLM:
         return self.generate(messages, max_new_tokens, temperature, top_k, top_p, ignore_eos)
 
     @errors_in_python_words()
-    def prefill(self, prompts: str | list) -> None:
+    def prefill(self, prompts: Prompt | list[Prompt]) -> None:
         """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True
         go on from there, and so does `ask`; `save` keeps it."""
         if not is_one_prompt(prompts):
@@ -1197,6 +1201,8 @@ class LLM:
 
     def held_memory(self) -> HeldMemory:
         """What all rows hold, measured."""
+        if self.engine is None:
+            return HeldMemory(0, 0, 0.0)
         context = self.engine.context
         lengths = self.engine.pos.tolist()
         size = 0
@@ -1252,7 +1258,7 @@ class LLM:
         return self.engine
 
     @errors_in_python_words()
-    def encode(self, prompt: str | list, after: list[int] | tuple[int, ...] = ()) -> list[int]:
+    def encode(self, prompt: Prompt, after: list[int] | tuple[int, ...] = ()) -> list[int]:
         """Token ids of a prompt, with those that it follows. A chat's messages are all of it."""
         if is_chat(prompt):
             check_messages(prompt)
@@ -1269,7 +1275,7 @@ class LLM:
             raise UserError("random weights have no tokenizer; give token ids")
         return self.tokenizer
 
-    def _prompt_ids(self, prompts: list, max_new_tokens: int, follow: bool) -> list[list[int]]:
+    def _prompt_ids(self, prompts: list[Prompt], max_new_tokens: int, follow: bool) -> list[list[int]]:
         """Steps 1 and 2, for all prompts of a call; it builds the engine where there is none.
 
         follow: with the ids that the rows hold before them."""
@@ -1356,15 +1362,18 @@ class LLM:
                 goes_on = False
             new.append(ids[n:])
         idle = [[] for _ in range(len(self.token_ids) - len(prompts))]
-        if goes_on:
-            if any(new):
+        try:
+            if not goes_on:
+                self.engine.prefill(prompts + idle)
+                self.token_ids[len(prompts) :] = idle
+            elif any(new):
                 self.engine.append(new + idle)
-            self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
-        else:
-            self.engine.prefill(prompts + idle)
-            self.token_ids = [list(ids) for ids in prompts] + idle
+        except BaseException:  # Ctrl-C, too: what the rows hold now is nobody's
+            self.engine.pos.zero_()
+            raise
+        self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
 
-    def _pieces(self, prompt: str | list, request: Request, follow: bool) -> Generator[str, None, None]:
+    def _pieces(self, prompt: Prompt, request: Request, follow: bool) -> Generator[str, None, None]:
         """The generator behind `stream`."""
         with errors_in_python_words():
             own = self._open_stream
@@ -1380,7 +1389,7 @@ class LLM:
 
     def _end_stream(self) -> None:
         """Ends a stream that was left half-way: its cache is needed for what comes next."""
-        stream = self._open_stream
+        stream = self._open_stream and self._open_stream()
         self._open_stream = None
         if stream is not None:
             stream.close()

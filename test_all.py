@@ -4350,11 +4350,14 @@ def test_an_output_outlives_its_llm(checkpoint):
     def answer() -> generate.Output:
         llm = small_llm(checkpoint)
         alive.append(weakref.ref(llm.model))
-        return llm.generate(PROMPT, 3, ignore_eos=True)
+        made = llm.generate(PROMPT, 3, ignore_eos=True)
+        next(llm.stream(PROMPT, 3, ignore_eos=True))  # dropped: it keeps nothing alive
+        return made
 
     alive = []
+    gc.disable()  # memory is free at once
     output = answer()
-    gc.collect()
+    gc.enable()
     assert alive[0]() is None
     stored = pickle.dumps(output)
     assert pickle.loads(stored) == output and len(stored) < 1000
@@ -4461,7 +4464,8 @@ def test_each_question_is_answered_from_the_document(method, checkpoint):
         llm.prefill(document)
         before = [list(ids) for ids in llm.token_ids], llm.engine.pos.tolist()
         for _ in range(2):
-            outputs = llm.ask(questions, 8)
+            with mock.patch.object(generate.Engine, "prefill", side_effect=AssertionError("read again")):
+                outputs = llm.ask(questions, 8)
             report = llm.report()
             assert [output.prompt_tokens for output in outputs] == report["prompt_tokens"]
             for output, text, answer in zip(outputs, report["text"], expected, strict=True):
@@ -4531,6 +4535,20 @@ def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
     fewer = small_llm(checkpoint, batch_size=1)
     with pytest.raises(UserError, match="needs a batch_size of 2, not 1; raise batch_size"):
         fewer.load(tmp_path / "cache")
+
+
+def test_a_reading_that_fails_leaves_no_rows_of_another_prompt(checkpoint):
+    llm = small_llm(checkpoint)
+    document = llm.encode("once upon a time there was a green river")
+    llm.prefill(document)
+    with mock.patch.object(generate.Engine, "check_logits", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7] * (len(document) - 2), 3)
+    assert llm.token_ids == [document]
+    fresh = small_llm(checkpoint)
+    fresh.prefill(document)
+    more = [each.generate(" who", 6, ignore_eos=True, follow=True) for each in (llm, fresh)]
+    assert more[0] == more[1]
 
 
 def test_help_describes_every_argument_of_an_llm():
