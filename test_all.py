@@ -1272,25 +1272,31 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
 def test_ropelite_takes_the_best_pair_in_each_round():
     """Brute force, from the definition, over the queries at some positions."""
     torch.manual_seed(1)
-    q, k, rows = torch.randn(2, 24, 2, 16), torch.randn(2, 24, 1, 16), torch.randperm(24)[:15]
-    deltas = calibrate.rope_deltas(q[:, rows], k[:, :, 0], rows, *rope_tables(tiny_config(), 24, CPU))
+    q = torch.randn(2, 24, 2, 16)  # [N, S, G, D]
+    k = torch.randn(2, 24, 1, 16)
+    rows = torch.randperm(24)[:15]
+    cos, sin = rope_tables(tiny_config(), 24, CPU)
+    deltas = calibrate.rope_deltas(q[:, rows], k[:, :, 0], rows, cos, sin)
     assert deltas.shape == (8, 2, 2, 15, 24)  # [D / 2, N, G, I, S]
-    order = calibrate.ropelite(deltas)
-    assert sorted(order.tolist()) == list(range(8))
+    order = calibrate.ropelite(deltas).tolist()
+    all_pairs = set(range(8))
+    assert set(order) == all_pairs and len(order) == 8
 
-    def logits(*pairs):  # causal ones, if only these pairs turn
+    def logits(pairs: list[int]) -> torch.Tensor:
+        """Causal ones, if these pairs alone turn."""
         tables = elite_tables(torch.tensor([pairs], dtype=torch.long), 24, tiny_config())
-        turned = (apply_rope(x[:, :, None], *tables) for x in (q, k))
-        return torch.einsum("nihgd,njhod->nhgij", *turned).tril() / 4
+        q_turned = apply_rope(q[:, :, None], *tables)
+        k_turned = apply_rope(k[:, :, None], *tables)
+        return torch.einsum("nihgd,njhod->nhgij", q_turned, k_turned).tril() / 4
 
-    def lost(*pairs):
-        return (logits(*pairs) - logits(*range(8)))[..., rows, :].abs().mean()
-
-    assert error(deltas.sum(0), (logits(*range(8)) - logits())[:, 0, :, rows]) < 1e-5
-    for n in range(8):
-        *best, taken = order[: n + 1].tolist()
-        found = {x: lost(*best, x) for x in set(range(8)) - set(best)}
-        assert min(found, key=found.get) == taken or n == 7
+    wanted = logits(list(all_pairs))
+    assert error(deltas.sum(0), (wanted - logits([]))[:, 0, :, rows]) < 1e-5
+    for n in range(7):  # the last pair is the only one that is left
+        best = order[:n]
+        losses = {}
+        for pair in all_pairs - set(best):
+            losses[pair] = (logits([*best, pair]) - wanted)[..., rows, :].abs().mean()
+        assert min(losses, key=losses.get) == order[n]
 
 
 def test_elite_orders_are_those_of_each_head_alone():
@@ -1360,21 +1366,36 @@ def test_elitekv_numbers_of_parameters():
 
 def test_the_trial_of_fit_leaves_the_model_as_it_was():
     """The size that it chose has the perplexity of input_roots' factors."""
-    model, tokens = tiny_model(), tiny_tokens(4, 40)
-    before = [layer.attention for layer in model.layers]
-    tensors, facts = calibrate.fit_elitekv(model, tokens)
-    assert all(layer.attention is attention for layer, attention in zip(model.layers, before, strict=True))
-    trials = {key: float(value) for key, value in facts.items() if key.startswith("perplexity_")}
-    chosen = int(tensors["r"]), int(tensors["d_ckv"])
-    assert min(trials, key=trials.get) == "perplexity_{}_{}".format(*chosen) and len(trials) >= 3
-    start = tensors | calibrate.input_roots(model, tokens.flatten())
-    logits = model.output(model(tokens[:, :-1]))
-    dense = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp()
-    for size, artifact, perplexity in ((chosen, start, min(trials.values())), ((8, 48), tensors, dense)):
-        method_named("elitekv").fold_all(model, compress.EliteSettings(*size), artifact)
-        assert abs(calibrate.full_passes(model, tokens)[1] / perplexity - 1) < 1e-3
-        for layer, attention in zip(model.layers, before, strict=True):
+    model = tiny_model()
+    tokens = tiny_tokens(4, 40)
+    dense_attention = [layer.attention for layer in model.layers]
+
+    def put_back() -> None:
+        for layer, attention in zip(model.layers, dense_attention, strict=True):
             layer.attention = attention
+
+    tensors, facts = calibrate.fit_elitekv(model, tokens)
+    for layer, attention in zip(model.layers, dense_attention, strict=True):
+        assert layer.attention is attention
+
+    # Of three or more sizes it chose the one of the lowest perplexity.
+    trials = {name: facts[name] for name in facts if name.startswith("perplexity_")}
+    r, d_ckv = int(tensors["r"]), int(tensors["d_ckv"])
+    lowest = min(trials.values())
+    assert len(trials) >= 3 and trials[f"perplexity_{r}_{d_ckv}"] == lowest
+
+    # That perplexity is of the factors for these inputs.
+    artifact = tensors | calibrate.input_roots(model, tokens.flatten())
+    method_named("elitekv").fold_all(model, compress.EliteSettings(r, d_ckv), artifact)
+    assert calibrate.full_passes(model, tokens)[1] == pytest.approx(lowest, rel=1e-3)
+    put_back()
+
+    # With all pairs and a full latent it is the dense model's.
+    logits = model.output(model(tokens[:, :-1]))
+    dense = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp().item()
+    method_named("elitekv").fold_all(model, compress.EliteSettings(8, 48), tensors)
+    assert calibrate.full_passes(model, tokens)[1] == pytest.approx(dense, rel=1e-3)
+    put_back()
 
 
 # --------------------------------------------------------------------------------- codes, settings, refusals
@@ -1619,44 +1640,72 @@ def fdc_fit():
 
 
 def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: keys' R belongs to the model, values' to weights."""
+    """Of unseen random tokens, up to the last position: keys' R belongs to the model, values' to
+    weights."""
     model, _, tensors, _ = fdc_fit
     places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
-    rope = [t[places] for t in rope_tables(model.config, 512, CPU)]
+    cos, sin = rope_tables(model.config, 512, CPU)
+    cos = cos[places]
+    sin = sin[places]
     seen = observed(model, torch.tensor(random_ids(20 * 64)).view(20, 64))
     for layer, head in ((0, 1), (3, 2)):
-        basis, theta = (tensors[f"qk.{name}"][layer, head].double() for name in ("basis", "values"))
+        basis = tensors["qk.basis"][layer, head].double()
+        energy = tensors["qk.values"][layer, head].double().square()
         assert error(basis.T @ basis, torch.eye(48)) < 1e-5
-        q, k = (apply_rope(x, *rope).double().unflatten(2, (4, -1))[:, :, head] for x in seen[layer][:2])
-        x = torch.cat((q.flatten(0, 2), k.flatten(0, 2)))
-        bases, energy = [basis, *(orthonormal(48, seed).double() for seed in range(5))], theta.square()
+
+        # The head's queries and key.
+        q, k, _ = seen[layer]
+        q = apply_rope(q, cos, sin).double().unflatten(2, (4, -1))[:, :, head]
+        k = apply_rope(k, cos, sin).double()[:, :, head]
+        x = torch.cat((q.flatten(0, 2), k.flatten(0, 1)))  # [n, D]
+
+        def kept(rotation: torch.Tensor, p: int, x=x) -> float:
+            """The fraction of the energy in the leading p columns."""
+            return ((x @ rotation[:, :p]).square().sum() / x.square().sum()).item()
+
         for p in (16, 32):
-            kept, *others = ((x @ each[:, :p]).square().sum() / x.square().sum() for each in bases)
-            assert abs(kept / (energy[:p].sum() / energy.sum()) - 1) < 0.02
-            assert kept > max(others)
-    weight = model.layers[1].attention.wqkv.weight.split(model.layers[1].attention.widths)[2][48:96]
+            share = (energy[:p].sum() / energy.sum()).item()
+            assert kept(basis, p) == pytest.approx(share, rel=0.02)
+            for seed in range(5):
+                assert kept(basis, p) > kept(orthonormal(48, seed).double(), p)
+
+    attention = model.layers[1].attention
+    _, _, w_v = attention.wqkv.weight.split(attention.widths)
     values = tensors["v.values"][1, 1].square() / 48
-    assert_best_basis(weight.T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
+    assert_best_basis(w_v[48:96].T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
 
 
-def test_fdc_ranks_obey_equation_1_and_rates_are_where_they_change():
-    values = torch.rand(2, 3, 80, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True).values
+def test_fdc_rates_are_where_ranks_change():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(2, 3, 80, generator=generator).sort(-1, descending=True).values
     rates = calibrate.fdc_rates(values)
     assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 4
-    totals = [int(compress.fdc_ranks(values, rate).sum()) for rate in rates]
-    assert all(a - b == 16 for a, b in itertools.pairwise(totals))
-    between = [int(compress.fdc_ranks(values, (a + b) / 2).sum()) for a, b in itertools.pairwise(rates)]
-    assert between == totals[:-1]
+
+    def total(rate: float) -> int:
+        return int(compress.fdc_ranks(values, rate).sum())
+
+    for rate, next_rate in itertools.pairwise(rates):
+        assert total(rate) - total(next_rate) == 16
+        assert total((rate + next_rate) / 2) == total(rate)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
+def test_fdc_ranks_obey_equation_1(rate):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(2, 3, 80, generator=generator).sort(-1, descending=True).values
     values[0, 0, 20:] = 0  # a head that is of rank 20
-    for rate in (0.0, 0.01, 0.1, 0.3, 0.6, 0.99):
-        ranks = compress.fdc_ranks(values, rate)
-        for theta, rank in zip(values.flatten(0, 1).double(), ranks.flatten().tolist(), strict=True):
-            j = next(j for j in range(80) if theta[j + 1 :].sum() <= rate * theta.sum())
-            assert j == 0 or theta[j:].sum() > rate * theta.sum()
-            assert rank == min(80, math.ceil((j + 1) / 16) * 16)
-        assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
-        equal = compress.fdc_ranks(values, rate, adaptive=False)
-        assert (equal == equal[0, 0]).all() and 0 <= ranks.double().mean() - equal[0, 0] < 1
+    ranks = compress.fdc_ranks(values, rate)
+    for layer, head in itertools.product(range(2), range(3)):
+        theta = values[layer, head].double()
+        # The least number of columns beside which at most `rate` is lost, rounded up to 16.
+        m = 1
+        while theta[m:].sum() > rate * theta.sum():
+            m += 1
+        assert ranks[layer, head] == min(80, math.ceil(m / 16) * 16)
+    assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
+    equal = compress.fdc_ranks(values, rate, adaptive=False)
+    assert (equal == equal[0, 0]).all()
+    assert 0 <= ranks.double().mean() - equal[0, 0] < 1
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
@@ -1680,14 +1729,22 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     model, tokens, tensors, facts = fdc_fit
+
+    def accuracy(rate: float) -> float:
+        return calibrate.fdc_accuracy(model, tokens, tensors, rate)[0].item()
+
     rates = calibrate.fdc_rates(tensors["qk.values"], tensors["v.values"])
     found = rates.index(float(tensors["rate"]))
-    measure = functools.partial(calibrate.fdc_accuracy, model, tokens, tensors)
-    dense, at, beyond = (measure(rate)[0].item() for rate in (0.0, *rates[found : found + 2]))
-    assert dense > 0.95 and 0 < found  # the model wrote the text itself
-    assert at >= 0.5 * dense > beyond and facts["accuracy of dense's"] == pytest.approx(at / dense)
-    all_of_it = calibrate.fdc_search(model, tokens, tensors, 1.0)
-    assert all_of_it[0] < rates[found] and all_of_it[1] >= 1
+    assert found > 0
+    dense = accuracy(0.0)
+    assert dense > 0.95  # the model wrote the text itself
+    assert accuracy(rates[found]) >= 0.5 * dense > accuracy(rates[found + 1])
+    ratio = accuracy(rates[found]) / dense
+    assert facts["accuracy of dense's"] == pytest.approx(ratio)
+
+    rate, kept_accuracy, _ = calibrate.fdc_search(model, tokens, tensors, 1.0)
+    assert rate < rates[found]
+    assert kept_accuracy >= 1
 
 
 # ------------------------------------------------------------------------------------ sampling and the engine
@@ -3355,17 +3412,27 @@ def test_explained_is_the_mean_of_the_heads_ranks():
 
 
 def test_texts_come_once_and_begin_with_bos(tmp_path):
-    tokenizer, once = load_tokenizer(NANO), "x = 1\n" * 99
-    windows = "\ufeff" + once.replace("\n", "\r\n")
-    texts = {"a.py": once, "b.py": once, "c.py": "short", "d.py": "y" * 3000, "e.py": windows}
-    for name, text in (texts | {"f.py": "some words and more " * 100}).items():
+    tokenizer = load_tokenizer(NANO)
+    code = "x = 1\n" * 99
+    prose = "some words and more " * 100
+    texts = {
+        "a.py": code,
+        "b.py": code,  # a copy
+        "c.py": "short",
+        "d.py": "y" * 3000,  # a table
+        "e.py": "\ufeff" + code.replace("\n", "\r\n"),  # a copy, as Windows writes it
+        "f.py": prose,
+    }
+    for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8", newline="")
     files = calibrate.text_files(tmp_path)
-    assert sorted(calibrate.read_texts(files)) == ["some words and more " * 100, once]
-    assert calibrate.windows(tokenizer, files, 32, 3)[:, 0].tolist() == [tokenizer.bos_id] * 3
+    assert sorted(calibrate.read_texts(files)) == [prose, code]
+
+    windows = calibrate.windows(tokenizer, files, 32, 3)
+    assert windows[:, 0].tolist() == [tokenizer.bos_id] * 3
     ids = np.concatenate([tokenizer.encode(text) for text in calibrate.read_texts(files)])
     assert (calibrate.text_ids(tokenizer, files, len(ids) - 9, bos=True) == ids[:-9]).all()
-    assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()
+    assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()  # without BOS
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

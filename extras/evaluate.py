@@ -1,12 +1,16 @@
-"""Perplexity, KL, retrieval and long generation: a row for each method, and dense in the same run.
+"""Compare methods: perplexity, KL to the dense model, facts found and bytes, a row for each method.
 
-    python -m extras.evaluate --method sals --method sals:rank=0.125,bits=2 --text some.txt
-    python -m extras.evaluate --method sals --method loki:k=0.125,d=0.5 --csv table.csv
+    python -m extras.evaluate --method sals --method kivi
+    python -m extras.evaluate --method sals:rank=0.125,bits=2 --method sals:paper --csv table.csv
+    python -m extras.evaluate --method sals --samples 0 --text FILE         perplexity and KL alone
+    python -m extras.evaluate --method loki --perplexity_rows 0 --tasks single --lengths 4096
 
-Every method decodes token by token through its own cache. A method is written NAME:SETTING=VALUE,...;
-@FOLDER after it takes another checkpoint. Perplexity: a text is prefilled, and what follows is decoded and
-scored (--generate: what dense writes). Retrieval: facts lie in a long text, then comes a question (after
-RULER).
+Every method decodes token by token through its own cache, and the dense model has a row in the same
+run. A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint.
+
+Perplexity and KL: the beginning of a text is prefilled, and what follows is decoded and scored.
+With --generate what follows is what the dense model itself writes. Facts found, after RULER: facts
+are hidden in a long text, then comes a question about them.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import uuid
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import numpy as np
@@ -29,142 +34,220 @@ from torch import Tensor
 
 import calibrate
 import compress
-from calibrate import result_options, save_csv, text_files, text_ids, windows
+from calibrate import ProgressLine, result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, CacheContext, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
-from generate import Engine, Parser, Progress, Sampling, load, whole
+from generate import Engine, Parser, Sampling, load, whole
 from model import Llama, UserError, load_config, load_tokenizer
 
-# ------------------------------------------------------------------ retrieval tasks, after RULER (2404.06654)
+# -------------------------------------------------------- retrieval tasks, after RULER (2404.06654)
 
 # Keys are "adjective noun"; variables and code words are names.
 ADJECTIVES = """
-amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle golden green
-hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough round silent silver
-small snowy tall warm white wild winding wooden
+amber ancient blue brave bright broken calm cold copper dark deep dry early empty fading gentle
+golden green hidden hollow iron late little lonely lost mild misty narrow old pale quiet red rough
+round silent silver small snowy tall warm white wild winding wooden
 """.split()
 NOUNS = """
-anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door drum
-feather field fire flower forest garden gate hammer harbor hill house island key lake lamp lantern letter
-meadow mirror mountain needle ocean orchard river road rope ship stone table tower tree valley wheel window
+anchor apple arrow basket bell bird boat bottle bridge candle castle chair clock cloud coat door
+drum feather field fire flower forest garden gate hammer harbor hill house island key lake lamp
+lantern letter meadow mirror mountain needle ocean orchard river road rope ship stone table tower
+tree valley wheel window
 """.split()
 NAMES = """
-bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper quartz
-raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern grape heron ivory
-juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
+bravo cedar delta ember falcon glacier hazel indigo jasper kestrel lotus maple nectar olive pepper
+quartz raven saffron thistle umber velvet willow yarrow zephyr acorn birch coral dune eagle fern
+grape heron ivory juniper kiwi lemon mango nutmeg onyx pearl quail rose sage tulip violet walnut
 """.split()
 MOST_FACTS = min(len(ADJECTIVES), len(NOUNS)) ** 2 * 2 // 3  # with keys that share words
+
+# A fact has about 14 tokens, and facts should fill a third of a text at most.
+TOKENS_PER_FACT = 48
 
 
 @dataclass
 class Task:
-    """One question about facts that lie in a text, in this order: the prompt ends where the answer begins."""
+    """A question about facts in a text, which ends a prompt: the model goes on with the answer."""
 
-    facts: list[str]
+    facts: list[str]  # in the order of the text
     question: str
-    answer: str
+    answer: str  # as training shows it
     references: list[str]
 
     def score(self, text: str) -> float:
-        """The share of the references that the answer names, in either case (RULER's string match)."""
-        return sum(r.lower() in text.lower() for r in self.references) / len(self.references)
+        """The share of the references that a text names, in either case (RULER's string match)."""
+        named = 0
+        for reference in self.references:
+            if reference.lower() in text.lower():
+                named += 1
+        return named / len(self.references)
 
 
-def numbered_keys(rng: random.Random, n: int, each: int = 1) -> list[tuple[str, str]]:
-    """n keys in random order, with `each` numbers a key. Keys share words: RULER's hard distractors."""
-    side = max(2, math.ceil(math.sqrt(1.5 * n)))
-    pairs = [f"{a} {b}" for a in rng.sample(ADJECTIVES, side) for b in rng.sample(NOUNS, side)]
-    return [(key, str(rng.randrange(10000, 100000))) for key in rng.sample(pairs, n) for _ in range(each)]
+class Wording(NamedTuple):
+    """How a number is told and asked for. {} is its key; the number follows the fact."""
+
+    fact: str
+    question: str
 
 
-WORDS = "The magic number for {} is", "What is the magic number for {}?"
-REWORDED = "Locker {} opens with code", "Which code opens locker {}?"
+MAGIC_NUMBER = Wording("The magic number for {} is", "What is the magic number for {}?")
+REWORDED = Wording("Locker {} opens with code", "Which code opens locker {}?")
 
 
-def number_facts(pairs: list[tuple[str, str]], fact: str = WORDS[0]) -> list[str]:
-    return [f"\n{fact.format(key)} {value}.\n" for key, value in pairs]
+class Number(NamedTuple):
+    """A number to remember, and the words to ask for it by."""
+
+    key: str
+    value: str
 
 
-def fitting(rng: random.Random, n_tokens: int, least: int, most: int, each: int = 1) -> int:
-    """How many times `each` facts, which of about 14 tokens should fill a third of the text at most."""
-    return rng.randint(least, max(least, min(most, n_tokens // 48 // each)))
+def random_number(rng: random.Random) -> str:
+    return str(rng.randrange(10000, 100000))
 
 
-# Each kind of task makes some for a text of n_tokens. n_facts: as evaluation asks for, or None (training): a
-# random number.
+def random_numbers(rng: random.Random, n_keys: int, per_key: int = 1) -> list[Number]:
+    """Numbers of n_keys keys in random order. Keys share words, which makes them hard to tell apart
+    (RULER's hard distractors)."""
+    side = max(2, math.ceil(math.sqrt(1.5 * n_keys)))
+    keys = []
+    for adjective in rng.sample(ADJECTIVES, side):
+        for noun in rng.sample(NOUNS, side):
+            keys.append(f"{adjective} {noun}")
+    numbers = []
+    for key in rng.sample(keys, n_keys):
+        for _ in range(per_key):
+            numbers.append(Number(key, random_number(rng)))
+    return numbers
 
 
-def tasks_multikey(rng: random.Random, n_tokens: int, n_facts: int | None, words=WORDS) -> list[Task]:
-    """One number is asked for at a time."""
-    n = n_facts or fitting(rng, n_tokens, 2, 32)
-    pairs = numbered_keys(rng, n)
-    facts, asked = number_facts(pairs, words[0]), rng.sample(pairs, 1 if n_facts else min(n, 8))
-    ask = f"{words[1]}\nAnswer: {words[0]}"
-    return [Task(facts, ask.format(key, key), f" {value}.", [value]) for key, value in asked]
+def number_facts(numbers: list[Number], wording: Wording = MAGIC_NUMBER) -> list[str]:
+    return [f"\n{wording.fact.format(number.key)} {number.value}.\n" for number in numbers]
+
+
+def random_count(
+    rng: random.Random,
+    n_tokens: int,
+    least: int,
+    most: int,
+    facts_each: int = 1,
+) -> int:
+    """How many things, each of so many facts, a text of n_tokens shall have: least to most."""
+    room = n_tokens // TOKENS_PER_FACT // facts_each
+    return rng.randint(least, max(least, min(most, room)))
+
+
+# A function for each kind of task. It makes one or more tasks about the same facts, for a text of
+# n_tokens. n_facts: how many facts evaluation asks for; None, in training: a random number.
+
+
+def tasks_multikey(
+    rng: random.Random,
+    n_tokens: int,
+    n_facts: int | None,
+    wording: Wording = MAGIC_NUMBER,
+) -> list[Task]:
+    """One number of many is asked for; in training up to eight, one after another."""
+    n = n_facts or random_count(rng, n_tokens, 2, 32)
+    numbers = random_numbers(rng, n)
+    facts = number_facts(numbers, wording)
+    n_asked = 1 if n_facts else min(n, 8)
+    tasks = []
+    for key, value in rng.sample(numbers, n_asked):
+        question = f"{wording.question.format(key)}\nAnswer: {wording.fact.format(key)}"
+        tasks.append(Task(facts, question, f" {value}.", [value]))
+    return tasks
 
 
 def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """Keys with four values each, asked for all at once, in the order of the text."""
-    pairs = numbered_keys(rng, 1 if n_facts else fitting(rng, n_tokens, 1, 4, 4), 4)
-    rng.shuffle(pairs)
-    groups = {key: [v for k, v in pairs if k == key] for key, _ in pairs}
-    ask = "What are all the magic numbers for {0}?\nAnswer: The magic numbers for {0} are"
-    return [Task(number_facts(pairs), ask.format(k), f" {', '.join(ns)}.", ns) for k, ns in groups.items()]
+    """A key has four values, which are asked for all at once, in the order of the text."""
+    n_keys = 1 if n_facts else random_count(rng, n_tokens, 1, 4, facts_each=4)
+    numbers = random_numbers(rng, n_keys, per_key=4)
+    rng.shuffle(numbers)
+    facts = number_facts(numbers)
+    values_of = {}
+    for key, value in numbers:
+        values_of.setdefault(key, []).append(value)
+    tasks = []
+    for key, values in values_of.items():
+        question = f"What are all the magic numbers for {key}?\n"
+        question += f"Answer: The magic numbers for {key} are"
+        tasks.append(Task(facts, question, f" {', '.join(values)}.", values))
+    return tasks
 
 
 def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """Four keys asked for in one question; the answer repeats each key."""
-    pairs = numbered_keys(rng, n_facts or fitting(rng, n_tokens, 4, 16))
-    asked = rng.sample(pairs, 4)
-    question = f"What are the magic numbers for {', '.join(key for key, _ in asked)}?\nAnswer:"
-    answer = f" {', '.join(f'{key} is {value}' for key, value in asked)}."
-    return [Task(number_facts(pairs), question, answer, [f"{k} is {v}" for k, v in asked])]
+    """Four keys are asked for in one question; the answer repeats each key."""
+    n = n_facts or random_count(rng, n_tokens, 4, 16)
+    numbers = random_numbers(rng, n)
+    asked = rng.sample(numbers, 4)
+    keys = ", ".join(number.key for number in asked)
+    references = [f"{number.key} is {number.value}" for number in asked]
+    question = f"What are the magic numbers for {keys}?\nAnswer:"
+    return [Task(number_facts(numbers), question, f" {', '.join(references)}.", references)]
 
 
 def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """Variable tracking: a number is stored, then copied from variable to variable; name all that hold it."""
-    n_chains = 2 if n_facts else fitting(rng, n_tokens, 1, 3, 5)
+    """Variable tracking: a number is stored, then copied on from variable to variable."""
+    n_chains = 2 if n_facts else random_count(rng, n_tokens, 1, 3, facts_each=5)
     names = rng.sample(NAMES, 5 * n_chains)
-    chains = [(names[i::n_chains], str(rng.randrange(10000, 100000))) for i in range(n_chains)]
     facts = []
-    for chain, value in chains:
-        facts += [f"\nStore {value} in {chain[0]}.\n"]
-        facts += [f"\nCopy {a} to {b}.\n" for a, b in itertools.pairwise(chain)]
+    asked = []  # the question about each chain, and its variables
+    for i in range(n_chains):
+        chain = names[i::n_chains]
+        value = random_number(rng)
+        facts.append(f"\nStore {value} in {chain[0]}.\n")
+        for source, copy in itertools.pairwise(chain):
+            facts.append(f"\nCopy {source} to {copy}.\n")
+        question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
+        asked.append((question, chain))
     rng.shuffle(facts)
-    ask = "Which variables hold {0}?\nAnswer: The variables that hold {0} are"
-    return [Task(facts, ask.format(value), f" {', '.join(chain)}.", chain) for chain, value in chains]
+    return [Task(facts, question, f" {', '.join(chain)}.", chain) for question, chain in asked]
 
 
 def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """Frequent words: three of nine code words are mentioned far more often; name them, most often first."""
+    """Frequent words: three of nine code words come far more often. Name them, most often first."""
     words = rng.sample(NAMES, 9)
-    shares = [(0.34, 5), (0.24, 4), (0.17, 3), *[(0.25 / 6, 1)] * 6]  # and the least
-    counts = [max(least, round(n_tokens // 100 * share)) for share, least in shares]
-    facts = [f"\nThe code word is {w}.\n" for w, c in zip(words, counts, strict=True) for _ in range(c)]
+    # Of each word the share of the facts, and how many it has at least: without the latter, short
+    # texts would have words that come equally often.
+    shares = [(0.34, 5), (0.24, 4), (0.17, 3)] + [(0.25 / 6, 1)] * 6
+    n = n_tokens // 100  # facts in all
+    facts = []
+    for word, (share, least) in zip(words, shares, strict=True):
+        count = max(least, round(n * share))
+        facts += [f"\nThe code word is {word}.\n"] * count
     rng.shuffle(facts)
-    question = "Which three code words appear most often?\nAnswer: The three most frequent code words are"
-    return [Task(facts, question, f" {', '.join(words[:3])}.", words[:3])]
+    question = "Which three code words appear most often?\n"
+    question += "Answer: The three most frequent code words are"
+    best = words[:3]
+    return [Task(facts, question, f" {', '.join(best)}.", best)]
+
+
+def random_uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 def tasks_uuid(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """One UUID is the key of another, in a text of nothing else (Haystack.uuids): an exact copy is asked."""
-    key, value = (str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2))
-    ask = f"What is the value of {key}?\nAnswer: The value of {key} is"
-    return [Task([f"\n{key}: {value}"], ask, f" {value}.", [value])]
+    """A UUID is the key of another one, in a text of such pairs alone (Haystack.uuids): the answer
+    is an exact copy."""
+    key = random_uuid(rng)
+    value = random_uuid(rng)
+    question = f"What is the value of {key}?\nAnswer: The value of {key} is"
+    return [Task([f"\n{key}: {value}"], question, f" {value}.", [value])]
 
 
 def tasks_single(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """One fact alone, however many are asked for."""
+    """One number alone, whatever n_facts is."""
     return tasks_multikey(rng, n_tokens, n_facts=1)
 
 
 def tasks_reworded(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    """`single` in words that no training here has seen."""
-    return tasks_multikey(rng, n_tokens, n_facts=1, words=REWORDED)
+    """`single`, in words that no training here has seen."""
+    return tasks_multikey(rng, n_tokens, n_facts=1, wording=REWORDED)
 
 
 def tasks_reworded_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
-    return tasks_multikey(rng, n_tokens, n_facts, words=REWORDED)
+    """`multikey`, in words that no training here has seen."""
+    return tasks_multikey(rng, n_tokens, n_facts, wording=REWORDED)
 
 
 TASKS = {
@@ -183,58 +266,104 @@ TRAINED_TASKS = ("single", "multikey", "multivalue", "multiquery", "variables", 
 
 
 class Haystack:
-    """Plain text as token ids (one array a source, and its share of the samples), to lay facts into."""
+    """Plain text as token ids, to hide facts in.
+
+    tokens: one array of ids for each source. shares: how often each is drawn from; None: equally."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
-        self.tokenizer, self.shares = tokenizer, shares
-        self.tokens = [torch.from_numpy(ids) for ids in tokens]  # which processes share
+        self.tokenizer = tokenizer
+        self.shares = shares
+        # As tensors, since processes that make batches share those, and do not copy them.
+        self.tokens = [torch.from_numpy(ids) for ids in tokens]
         # [V]: may a fact stand before this token, without cutting a word?
-        after, ids = tokenizer.encode_continuation("a"), range(tokenizer.vocab_size)
-        self.starts_word = np.array([tokenizer.decode_ids([*after, i])[1:2] in (" ", "\n") for i in ids])
+        letter = tokenizer.encode_continuation("a")
+        starts_word = []
+        for token_id in range(tokenizer.vocab_size):
+            second = tokenizer.decode_ids([*letter, token_id])[1:2]
+            starts_word.append(second in (" ", "\n"))
+        self.starts_word = np.array(starts_word)
 
     @lru_cache(1 << 16)  # noqa: B019
     def encode(self, text: str) -> np.ndarray:
+        """The int32 token ids of a text that goes on."""
         return np.array(self.tokenizer.encode_continuation(text), np.int32)
 
     def sample(self, rng: random.Random, n: int) -> np.ndarray:
-        """n consecutive tokens of a random place."""
+        """n consecutive tokens of a random place; a source that has fewer is repeated."""
         source = rng.choices(self.tokens, self.shares)[0]
         start = rng.randrange(max(1, len(source) - n))
-        return np.resize(source[start : start + n].numpy(), n).astype(np.int32)
+        ids = source[start : start + n].numpy()
+        return np.resize(ids, n).astype(np.int32)
 
-    def bury(self, rng: random.Random, facts: list[str], n: int, depth: float | None = None) -> list:
-        """Pieces of a text of n tokens, odd ones facts: in order before random words, one alone at depth."""
-        encoded = [self.encode(f) for f in facts]
-        plain = self.sample(rng, max(1, n - sum(map(len, encoded))))
-        starts = np.flatnonzero(self.starts_word[plain]).tolist() or [0]
-        where = [rng.random() if depth is None or len(facts) > 1 else depth for _ in facts]
-        cuts = sorted(starts[int(w * len(starts))] for w in where)
-        *parts, last = np.split(plain, cuts)
-        return [*itertools.chain(*zip(parts, encoded, strict=True)), last]
+    def bury(
+        self,
+        rng: random.Random,
+        facts: list[str],
+        n: int,
+        depth: float | None = None,
+    ) -> list[np.ndarray]:
+        """Hides facts in a text, so that both have n tokens: text, fact, text, fact, ..., text.
 
-    def uuids(self, rng: random.Random, fact: str, n: int) -> list:
-        """Lines of a text of n tokens: the fact at a random place among pairs of UUIDs. The first is cut."""
-        lines, left = [], n - len(self.encode(fact))
+        Facts lie before random words, in the order given. One that is alone lies at depth, from 0
+        to 1, if that is given."""
+        encoded = [self.encode(fact) for fact in facts]
+        n_fact_tokens = sum(len(ids) for ids in encoded)
+        plain = self.sample(rng, max(1, n - n_fact_tokens))
+        word_starts = np.flatnonzero(self.starts_word[plain]).tolist() or [0]
+        cuts = []
+        for _ in facts:
+            if depth is None or len(facts) > 1:
+                place = rng.random()
+            else:
+                place = depth
+            cuts.append(word_starts[int(place * len(word_starts))])
+        parts = np.split(plain, sorted(cuts))
+        pieces = [parts[0]]
+        for fact, part in zip(encoded, parts[1:], strict=True):
+            pieces += [fact, part]
+        return pieces
+
+    def uuids(self, rng: random.Random, fact: str, n: int) -> list[np.ndarray]:
+        """The lines of a text of n tokens: a pair of UUIDs at a random place among others."""
+        encoded = self.encode(fact)
+        lines = []
+        left = n - len(encoded)
         while left > 0:
-            (pair,) = tasks_uuid(rng, n_tokens=0, n_facts=1)[0].facts
-            lines.insert(0, self.encode(pair)[-left:])
-            left -= len(lines[0])
-        lines.insert(rng.randint(min(1, len(lines)), len(lines)), self.encode(fact))
+            (other,) = tasks_uuid(rng, n_tokens=0, n_facts=1)[0].facts
+            line = self.encode(other)[-left:]  # the text's first line is cut to fit
+            lines.insert(0, line)
+            left -= len(line)
+        first = min(1, len(lines))  # not before the line that is cut
+        lines.insert(rng.randint(first, len(lines)), encoded)
         return lines
 
 
-def eval_sample(hay: Haystack, kind: str, seed: int, n_tokens: int, n_facts=16, depth: float | None = None):
-    """One evaluation prompt of exactly n_tokens (ids) and its task. The same seed gives the same sample."""
+def eval_sample(
+    hay: Haystack,
+    kind: str,
+    seed: int,
+    n_tokens: int,
+    n_facts: int = 16,
+    depth: float | None = None,
+) -> tuple[list[int], Task]:
+    """The ids of one prompt of exactly n_tokens, and its task; the same for the same seed.
+
+    Raises UserError where facts and question do not fit."""
     rng = random.Random(f"{kind}-{seed}")
     task = TASKS[kind](rng, n_tokens, n_facts)[0]
     question = hay.encode(f"\nQuestion: {task.question}").tolist()
     bos = [hay.tokenizer.bos_id] if hay.tokenizer.add_bos else []
     room = n_tokens - len(question) - len(bos)
-    pieces = hay.uuids(rng, *task.facts, room) if kind == "uuid" else hay.bury(rng, task.facts, room, depth)
+    if kind == "uuid":
+        pieces = hay.uuids(rng, task.facts[0], room)
+    else:
+        pieces = hay.bury(rng, task.facts, room, depth)
     ids = [*bos, *np.concatenate(pieces).tolist(), *question]
     if len(ids) > n_tokens:
-        fault = f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}"
-        raise UserError(f"{fault}; ask for longer prompts, or for fewer facts where there is --facts")
+        raise UserError(
+            f"{kind}: facts and question take {len(ids)} tokens, more than {n_tokens}; "
+            "ask for longer prompts, or for fewer facts where there is --facts"
+        )
     return ids, task
 
 
@@ -310,64 +439,75 @@ class Watched:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+# ------------------------------------------------------------------------------- a row of the table
+
+
+def parse_value(text: str, kind: type) -> object:
+    """A setting's value of the type of its field. Raises ValueError where it is none."""
+    if kind is not bool:
+        return kind(text)
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def parse_settings(method: str, text: str) -> dict[str, object]:
+    """Reads SETTING=VALUE,..., of which one may be a variant's name alone.
+
+    Raises UserError for an unknown method, and ValueError for a value that is not of its kind."""
+    kinds = {}
+    for field in dataclasses.fields(method_named(method).settings):
+        kinds[field.name] = field.type
+    options = {}
+    # A comma separates settings, but may be a part of a value, too: skip=0,1,-1
+    for setting in re.split(r",(?=\w+=)", text):
+        if not setting:
+            continue
+        if setting in compress.VARIANTS:
+            options["variant"] = setting
+            continue
+        name, _, value = setting.partition("=")
+        kind = kinds.get(name, str)
+        try:
+            options[name] = parse_value(value, kind)
+        except ValueError:
+            wanted = f"{name}={kind.__name__.upper()}"
+            raise ValueError(f"write {wanted}, not {setting}") from None
+    return options
 
 
 @dataclass
 class Candidate:
-    """A row of the table: a method with its settings, for every capacity.
+    """What a row of the table is of: a method with its settings, at any capacity.
 
     It is written sals:rank=0.125,bits=2@FOLDER or sals:paper on the command line."""
 
     label: str
     method: str
-    options: dict
+    options: dict[str, object]
     folder: Path | None = None  # of a checkpoint, instead of --checkpoint
     weights: str | None = None  # "int8": then the label says so
 
     @classmethod
     def parse(cls, text: str, weights: str | None = None) -> "Candidate":
+        """Reads a --method. Raises UserError for what is no method, or no setting of it."""
         method_text, _, folder = text.partition("@")
         method, _, settings_text = method_text.partition(":")
-        kinds = {f.name: f.type for f in dataclasses.fields(method_named(method).settings)}
-        options = {}
-        for pair in re.split(r",(?=\w+=)", settings_text):  # a value may hold commas: skip=0,1,-1
-            if not pair:
-                continue
-            if pair in compress.VARIANTS:
-                options["variant"] = pair
-                continue
-            name, _, value = pair.partition("=")
-            kind = kinds.get(name, str)
-            try:
-                options[name] = BOOLEANS[value.lower()] if kind is bool else kind(value)
-            except (KeyError, ValueError):
-                wanted = f"{name}={kind.__name__.upper()}"
-                raise UserError(f"--method {text}: write {wanted}, not {pair}") from None
+        try:
+            options = parse_settings(method, settings_text)
+        except ValueError as error:
+            raise UserError(f"--method {text}: {error}") from None
         settings_from(method, options)  # refuses what is no setting
-        label = f"{text} weights={weights}" if weights else text
-        return cls(label, method, options, Path(folder) if folder else None, weights)
-
-    def engine(self, args, rows: int, capacity: int, watched=False, least=None, temperature=0.0) -> Engine:
-        """An engine over freshly loaded weights, since a method may change them.
-
-        watched: by Watched. least: it has fewer rows, down to this, where the memory holds no more."""
-        model = self.load(args)
-        artifact = None
-        while artifact is None:
-            try:
-                artifact = self.check(args, model, {capacity: rows})
-            except UserError:
-                if least is None or rows <= least:
-                    raise
-                rows = rows * 7 // 8
-        settings = settings_from(self.method, self.options)
-        context = CacheContext(model, min(all_gather_object(rows)), capacity)
-        caches = method_named(self.method).build(model, settings, context, artifact)
-        if watched and hasattr(settings, "budget"):  # the others attend all
-            caches = [Watched(cache) for cache in caches]
-        graphed = context.device.type == "cuda"
-        return Engine(model, caches, context, Sampling(temperature), graphed=graphed)
+        return cls(
+            label=f"{text} weights={weights}" if weights else text,
+            method=method,
+            options=options,
+            folder=Path(folder) if folder else None,
+            weights=weights,
+        )
 
     def load(self, args: argparse.Namespace) -> Llama:
         """The model, of the candidate's own folder where it names one."""
@@ -375,243 +515,491 @@ class Candidate:
         model, _ = load(folder, args.device, args.dtype, self.weights, self.method, self.options)
         return model
 
-    def check(self, args: argparse.Namespace, model: Llama, rows: dict[int, int]) -> dict[str, Tensor]:
-        """The artifact. UserError where a cache of rows[capacity] rows cannot be built or does not fit."""
+    def check(
+        self,
+        args: argparse.Namespace,
+        model: Llama,
+        rows: dict[int, int],
+    ) -> dict[str, Tensor]:
+        """The artifact. Raises UserError where a cache of rows[capacity] rows cannot be built, or
+        does not fit into the memory."""
         artifact = load_artifact(self.folder or args.checkpoint, self.method, model)
         settings = settings_from(self.method, self.options)
         for capacity in sorted(rows):
             generate.check_memory(model, self.method, settings, artifact, rows[capacity], capacity)
         return artifact
 
+    def engine(
+        self,
+        args: argparse.Namespace,
+        rows: int,
+        capacity: int,
+        watched: bool = False,
+        least: int | None = None,
+        temperature: float = 0.0,
+    ) -> Engine:
+        """An engine over freshly loaded weights, since a method may change them.
 
-def eval_perplexity(engine: Engine, prompts: list, tokens: Tensor, reference: Tensor | None, bar) -> tuple:
-    """Reads a prompt a row, then teacher-forces tokens [B, n] through the cache, one by one.
-    reference [n, B, V]: dense's log-probabilities, None where the cache is dense's -> of each token the loss
-    and KL in nats, and whether its likeliest is dense's: [3, n, B] fp64; the reference (fp16, on the CPU)."""
-    figures, kept = [], []
-    engine.prefill(prompts)
-    for i, token in enumerate(tokens.T.to(engine.tokens)):
-        dense = log_p = engine.logits.float().log_softmax(-1)  # [B, V]
-        if reference is None:
-            kept.append(log_p.half().cpu())
-        else:
-            dense = reference[i].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
-        loss, kl = -log_p.gather(1, token[:, None])[:, 0], (dense.exp() * (dense - log_p)).sum(-1)
-        same = dense.gather(1, log_p.argmax(-1, True))[:, 0] == dense.amax(-1)  # in fp16 two may be equal
-        figures.append(torch.stack((loss, kl, same)).cpu())
-        engine.tokens.copy_(token)
-        engine.step()
-        bar.tick()
-    return torch.stack(figures, 1).double(), torch.stack(kept) if reference is None else reference
-
-
-def retrieval_scores(engine: Engine, hay: Haystack, args, kind: str, length: int, bar: Progress) -> Tensor:
-    """Scores [args.samples] of one kind of task, fp64: prefill text and question, decode the answer greedily.
-    A sample's number is its seed; depths rise evenly."""
-    scores, rows, decode = [], engine.context.batch_size, hay.tokenizer.decode
-    for first in range(0, args.samples, rows):
-        samples = []
-        for seed in range(first, first + rows):
-            seed = min(seed, args.samples - 1)  # the last may repeat
-            depth = (seed + 0.5) / args.samples
-            samples.append(eval_sample(hay, kind, seed, length, args.facts, depth))
-        prompts, tasks = zip(*samples, strict=True)
-        engine.prefill(prompts)
-        longest = max(len(hay.encode(task.answer)) for task in tasks) + 4
-        answers = generate.decode_rows(engine, longest, lambda ids: "\n" in decode(ids[-2:]), stride=16)
-        scores += [task.score(decode(ids)) for task, ids in zip(tasks, answers, strict=True)]
-        bar.tick(min(rows, args.samples - first))
-    return torch.tensor(scores[: args.samples], dtype=torch.float64)
+        watched: caches that select are inside of Watched. least: where the memory does not hold all
+        rows, there may be fewer, down to this number."""
+        model = self.load(args)
+        while True:
+            try:
+                artifact = self.check(args, model, {capacity: rows})
+                break
+            except UserError:
+                if least is None or rows <= least:
+                    raise
+                rows = rows * 7 // 8
+        rows = min(all_gather_object(rows))  # of all processes
+        settings = settings_from(self.method, self.options)
+        context = CacheContext(model, rows, capacity)
+        caches = method_named(self.method).build(model, settings, context, artifact)
+        if watched and hasattr(settings, "budget"):  # the others attend all
+            caches = [Watched(cache) for cache in caches]
+        graphed = context.device.type == "cuda"
+        return Engine(model, caches, context, Sampling(temperature), graphed=graphed)
 
 
-def perplexity_row(candidate: Candidate, args, texts: dict[str, tuple], reference: dict, bar) -> dict:
-    """Perplexity, KL and what is attended (means over texts); the first candidate fills `reference`. Of what
-    dense wrote the drift, and not what is attended: to watch takes as long again."""
-    row, seen = {"errors": {}}, []
-    for name, (prompts, tokens) in texts.items():
-        capacity = args.continuation + max(map(len, prompts))
-        engine = candidate.engine(args, len(prompts), capacity, watched=not args.generate)
-        figures, reference[name] = eval_perplexity(engine, prompts, tokens, reference.get(name), bar)
-        loss, kl, _ = figures.mean(1)  # of each row
-        ppl, kl = loss.mean().exp().item(), kl.clamp(min=0)  # inf beyond fp64's numbers
-        row |= ledger(engine, capacity) | {f"ppl {name}": ppl, f"kl {name}": kl.mean().item()}
-        row["errors"] |= {f"ppl {name}": ppl * standard_error(loss), f"kl {name}": standard_error(kl)}
-        if args.generate:
-            row |= drift(figures)
-        watched = all_gather_object([cache.result() for cache in engine.caches if isinstance(cache, Watched)])
-        seen += filter(None, itertools.chain(*watched))
-    return row | {name: float(np.mean([part[name] for part in seen])) for name in Watched.NAMES if seen}
+def with_baseline(
+    candidates: list[Candidate],
+    weights: str | None,
+    is_uptrained: bool,
+) -> list[Candidate]:
+    """The candidates, after one that is the model as it is, in the folder's own weights.
+
+    That is the dense model, if it is not the first candidate already. A model that was uptrained
+    for EliteKV cannot run as a dense one. Its candidates are EliteKV's anyway, so that another one
+    is added only where --weights changes them."""
+    if is_uptrained:
+        baseline = "elitekv"
+        is_missing = weights is not None
+    else:
+        baseline = "dense"
+        is_missing = weights is not None or candidates[0].label != "dense"
+    if is_missing:
+        return [Candidate.parse(baseline), *candidates]
+    return candidates
 
 
-def drift(figures: Tensor) -> dict[str, float]:
-    """figures [3, n, B] of eval_perplexity -> the KL and the fraction of equal likeliest tokens in
-    each eighth of the n tokens, named by its end: "kl@N", "argmax@N"."""
-    n = figures.shape[1] // 8
-    _, kl, same = figures[:, : 8 * n].unflatten(1, (8, n)).mean((2, 3)).tolist()
-    return {f"{name}@{n * i}": x for name, of in (("kl", kl), ("argmax", same)) for i, x in enumerate(of, 1)}
+def check_candidates(
+    candidates: list[Candidate],
+    args: argparse.Namespace,
+    rows: dict[int, int],
+) -> None:
+    """Candidate.check of all, before the long part.
+
+    Candidates of one folder that follow one another share a model, which checks leave as it is."""
+    model = None
+    folder = None
+    for candidate in candidates:
+        if model is None or candidate.folder != folder:
+            model = candidate.load(args)
+            folder = candidate.folder
+            shorten = "--prefix, --continuation or --lengths"
+            generate.check_capacity(max(rows), model.config, shorten)
+        candidate.check(args, model, rows)
+
+
+def ledger(engine: Engine, length: int) -> dict[str, float]:
+    """Bytes, of all processes together: "bytes/token", measured on the device; "host/token", in
+    host memory, where a method uses it; "read/step", from a row of `length` tokens."""
+    own = [(c.bytes_stored(), c.bytes_read(length), c.bytes_host()) for c in engine.caches]
+    measured = 0
+    read = 0
+    host = 0
+    for caches in all_gather_object(own):
+        for cache_measured, cache_read, cache_host in caches:
+            measured += cache_measured
+            read += cache_read
+            host += cache_host
+    tokens = engine.context.batch_size * engine.context.max_seq_length
+    row = {"bytes/token": measured / tokens, "read/step": read}
+    if host:
+        row["host/token"] = host / tokens
+    return row
 
 
 def standard_error(samples: Tensor) -> float:
     """Of the mean of independent samples [n]; 0 for one."""
-    return samples.std().item() / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
+    if len(samples) < 2:
+        return 0.0
+    return samples.std().item() / math.sqrt(len(samples))
 
 
-def ledger(engine: Engine, length: int) -> dict:
-    """Measured bytes per token on the device and, where a method uses it, in host memory; and bytes that a
-    step reads from a row of `length` tokens; of all ranks together."""
-    tokens = engine.context.batch_size * engine.context.max_seq_length
-    own = [(c.bytes_stored(), c.bytes_read(length), c.bytes_host()) for c in engine.caches]
-    measured, read, host = map(sum, zip(*itertools.chain(*all_gather_object(own)), strict=True))
-    row = {"bytes/token": measured / tokens, "read/step": read}
-    return row | ({"host/token": host / tokens} if host else {})
+# -------------------------------------------------------------------------------- perplexity and KL
 
 
-def retrieval_row(candidate: Candidate, args, hay: Haystack, bar: Progress) -> dict:
-    """The ledger (of the last length), and per cent right for each length and task; with standard errors."""
+class ScoredText(NamedTuple):
+    """Texts whose continuations are scored, a row each."""
+
+    prompts: list[list[int]]
+    tokens: Tensor | None  # [B, n], which follow; None: the dense model still has to write them
+
+    def capacity(self, n: int) -> int:
+        """Tokens of a cache that holds a prompt and n that follow."""
+        return n + max(len(prompt) for prompt in self.prompts)
+
+
+def eval_perplexity(
+    engine: Engine,
+    prompts: list[list[int]],
+    tokens: Tensor,
+    reference: Tensor | None,
+    progress: ProgressLine,
+) -> tuple[Tensor, Tensor]:
+    """Reads a prompt a row, then feeds tokens [B, n] through the cache one by one, and scores each.
+
+    reference: log-probabilities of the dense model, [n, B, V] in fp16 on the CPU; None where this
+    engine is the dense one's. Returns figures of each token, [3, n, B] fp64: its loss in nats, the
+    KL from the reference in nats, and whether (1 or 0) the likeliest token is the reference's; then
+    the reference."""
+    figures = []
+    kept = []
+    engine.prefill(prompts)
+    for i, token in enumerate(tokens.T.to(engine.tokens)):
+        log_p = engine.logits.float().log_softmax(-1)  # [B, V]
+        if reference is None:
+            kept.append(log_p.half().cpu())
+            dense = log_p
+        else:
+            dense = reference[i].to(log_p).log_softmax(-1)  # fp16 left its sum not quite 1
+        loss = -log_p.gather(1, token[:, None])[:, 0]
+        kl = (dense.exp() * (dense - log_p)).sum(-1)
+        likeliest = log_p.argmax(-1, keepdim=True)
+        same = dense.gather(1, likeliest)[:, 0] == dense.amax(-1)  # in fp16 two may be equal
+        figures.append(torch.stack((loss, kl, same)).cpu())
+        engine.tokens.copy_(token)
+        engine.step()
+        progress.tick()
+    if reference is None:
+        reference = torch.stack(kept)
+    return torch.stack(figures, 1).double(), reference
+
+
+def drift(figures: Tensor) -> dict[str, float]:
+    """The mean KL, and the fraction of equal likeliest tokens, in each eighth of the tokens.
+
+    figures [3, n, B] are eval_perplexity's. An eighth is named by its last token: "kl@N",
+    "argmax@N"."""
+    n = figures.shape[1] // 8
+    eighths = figures[:, : 8 * n].unflatten(1, (8, n))  # [3, 8, n, B]
+    _, kl, same = eighths.mean((2, 3)).tolist()
+    row = {}
+    for i in range(8):
+        row[f"kl@{n * (i + 1)}"] = kl[i]
+    for i in range(8):
+        row[f"argmax@{n * (i + 1)}"] = same[i]
+    return row
+
+
+def perplexity_row(
+    candidate: Candidate,
+    args: argparse.Namespace,
+    texts: dict[str, ScoredText],
+    references: dict[str, Tensor],
+    progress: ProgressLine,
+) -> dict:
+    """A row's part: bytes, and "ppl NAME" and "kl NAME" of each text, with standard errors.
+
+    references: of each text those of the dense model, which the first candidate adds. A method that
+    selects says what it attends, too, in the mean of all texts (Watched.NAMES). With --generate it
+    does not, since to watch takes as long again, but says how the KL grows (drift)."""
+    row = {"errors": {}}
+    seen = []
+    for name, text in texts.items():
+        capacity = text.capacity(args.continuation)
+        watched = not args.generate
+        engine = candidate.engine(args, len(text.prompts), capacity, watched=watched)
+        reference = references.get(name)
+        figures, reference = eval_perplexity(engine, text.prompts, text.tokens, reference, progress)
+        references[name] = reference
+
+        loss, kl, _ = figures.mean(1)  # [B] each
+        perplexity = loss.mean().exp().item()  # inf beyond the numbers of fp64
+        kl = kl.clamp(min=0)
+        row.update(ledger(engine, capacity))
+        row[f"ppl {name}"] = perplexity
+        row[f"kl {name}"] = kl.mean().item()
+        row["errors"][f"ppl {name}"] = perplexity * standard_error(loss)
+        row["errors"][f"kl {name}"] = standard_error(kl)
+        if args.generate:
+            row.update(drift(figures))
+
+        own = [cache.result() for cache in engine.caches if isinstance(cache, Watched)]
+        for results in all_gather_object(own):
+            seen += [result for result in results if result]
+    if seen:
+        for name in Watched.NAMES:
+            row[name] = float(np.mean([result[name] for result in seen]))
+    return row
+
+
+# -------------------------------------------------------------------------------------- facts found
+
+
+def retrieval_scores(
+    engine: Engine,
+    hay: Haystack,
+    args: argparse.Namespace,
+    kind: str,
+    length: int,
+    progress: ProgressLine,
+) -> Tensor:
+    """Scores [args.samples] of one kind of task, fp64, from prompts of `length` tokens.
+
+    Each prompt is prefilled, and the answer decoded greedily. A sample's number is its seed; depths
+    rise evenly with it."""
+    scores = []
+    rows = engine.context.batch_size
+    decode = hay.tokenizer.decode
+
+    def ends_a_line(ids: list[int]) -> bool:
+        return "\n" in decode(ids[-2:])
+
+    for first in range(0, args.samples, rows):
+        prompts = []
+        tasks = []
+        for seed in range(first, first + rows):
+            seed = min(seed, args.samples - 1)  # the last may repeat, to fill the batch
+            depth = (seed + 0.5) / args.samples
+            prompt, task = eval_sample(hay, kind, seed, length, args.facts, depth)
+            prompts.append(prompt)
+            tasks.append(task)
+        engine.prefill(prompts)
+        longest = max(len(hay.encode(task.answer)) for task in tasks) + 4
+        answers = generate.decode_rows(engine, longest, ends_a_line, stride=16)
+        for task, ids in zip(tasks, answers, strict=True):
+            scores.append(task.score(decode(ids)))
+        progress.tick(min(rows, args.samples - first))
+    return torch.tensor(scores[: args.samples], dtype=torch.float64)
+
+
+def retrieval_row(
+    candidate: Candidate,
+    args: argparse.Namespace,
+    hay: Haystack,
+    progress: ProgressLine,
+) -> dict:
+    """A row's part: bytes at the last length, and "TASK LENGTH", per cent right, with errors."""
     row = {"errors": {}}
     for length in args.lengths:
-        engine = candidate.engine(args, min(args.rows, args.samples), length + ANSWER_ROOM, least=1)
-        row |= ledger(engine, length)
+        rows = min(args.rows, args.samples)
+        engine = candidate.engine(args, rows, length + ANSWER_ROOM, least=1)
+        row.update(ledger(engine, length))
         for kind in args.tasks:
-            scores = retrieval_scores(engine, hay, args, kind, length, bar)
+            scores = retrieval_scores(engine, hay, args, kind, length, progress)
             row[f"{kind} {length}"] = 100 * scores.mean().item()
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
     return row
 
 
-def check_candidates(candidates: list[Candidate], args: argparse.Namespace, rows: dict[int, int]) -> None:
-    """Candidate.check of all, before the long part; a folder's model is read once for its candidates."""
-    for _, group in itertools.groupby(candidates, lambda candidate: candidate.folder):
-        group = list(group)
-        model = group[0].load(args)  # planning leaves it as it is
-        generate.check_capacity(max(rows), model.config, "--prefix, --continuation or --lengths")
-        for candidate in group:
-            candidate.check(args, model, rows)
+# ---------------------------------------------------------------------------------------- the table
 
 
-def evaluate(args: argparse.Namespace) -> dict:
-    """Prints the table -> its rows, with what they were measured on."""
-    if not args.perplexity_rows and (args.generate or not args.samples):
-        raise UserError("nothing to evaluate: give --samples, or --perplexity_rows (with --generate, too)")
-    args.continuation = args.generate or args.continuation
-    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    config = load_config(args.checkpoint)
-    # Every table has the dense row of the same run, with the folder's weights; uptrained, it has none.
-    if args.weights or candidates[0].label != "dense" and not config.elitekv:
-        candidates.insert(0, Candidate.parse("elitekv" if config.elitekv else "dense"))
-    tokenizer = load_tokenizer(args.checkpoint)
-    texts, hay = eval_texts(args, tokenizer, config.vocab_size)
-
-    capacities = {n + ANSWER_ROOM: 1 for n in args.lengths if args.samples}  # and the rows that must fit
-    for prompts, _ in texts.values():
-        n = args.continuation + max(map(len, prompts))
-        capacities[n] = max(len(prompts), capacities.get(n, 0))
-    check_candidates(candidates, args, capacities)
-    if args.generate:
-        prompts, _ = texts["written"]
-        texts["written"] = prompts, written(candidates[0], args, prompts)
-    for kind, seed in itertools.product(args.tasks, range(min(args.samples, 64))):  # in a second, not an hour
-        eval_sample(hay, kind, seed, min(args.lengths), args.facts)  # refuses lengths without room for a task
-    asked = len(args.lengths) * len(args.tasks) * args.samples
-    results, reference = [], {}
-    bar = Progress("eval", len(candidates) * (len(texts) * args.continuation + asked))
-    for candidate in candidates:
-        try:
-            row = {"method": candidate.label} | perplexity_row(candidate, args, texts, reference, bar)
-            tasks = retrieval_row(candidate, args, hay, bar) if args.samples else {}
-        except (UserError, MemoryError, torch.OutOfMemoryError) as error:
-            if not results or world_size() > 1:  # the others need dense's row, and ranks one another
-                raise
-            print(f"{candidate.label}: no row: {error or 'not enough memory'}", file=sys.stderr)
-            continue
-        row |= tasks | {"errors": row["errors"] | tasks.get("errors", {})}
-        results.append(row | {"settings": candidate.options})
-        named = {key for row in results for key, x in row.items() if isinstance(x, str | float | int)}
-        leading = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
-        columns = [key for key in dict.fromkeys((*leading, *results[0])) if key in named]
-        figures = ", ".join(f"{column} {row[column]:.4g}" for column in columns[1:] if column in row)
-        print(f"{candidate.label}: {figures}", file=sys.stderr, flush=True)
-        if args.csv and rank() == 0:  # rank 0 writes it
-            save_csv(args.csv, columns, results)
-    print_table(results, columns[1:])
-    device = generate.device_name(torch.device(args.device))
-    return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": results}
-
-
-def eval_texts(args: argparse.Namespace, tokenizer, vocabulary: int) -> tuple[dict[str, tuple], Haystack]:
-    """Prompts of each text whose perplexity is measured, and tokens [B, n] that follow, by its name; and the
-    text to hide facts in. With --generate what is to be "written" after all prompts, and after a chat's."""
+def text_sources(args: argparse.Namespace) -> dict[str, list[Path]]:
+    """The files of each text by its name: Python sources that no fit and no training reads, and
+    each --text."""
     files = {"python": text_files(calibrate.STDLIB, held=True)}
     for path in args.text:
         if path.stem in files:
-            raise UserError(f"--text {path}: there is a text named {path.stem} already; rename the file")
+            fault = f"there is a text named {path.stem} already"
+            raise UserError(f"--text {path}: {fault}; rename the file")
         files[path.stem] = text_files(path)
-    length, rows, texts = args.prefix + args.continuation, args.perplexity_rows, {}
-    for name, some in files.items() if rows else ():
-        window = windows(tokenizer, some, length, rows, vocabulary)
-        texts[name] = window[:, : args.prefix].tolist(), window[:, args.prefix :]
+    return files
+
+
+def texts_to_continue(args: argparse.Namespace, tokenizer, prompts: list[list[int]]) -> ScoredText:
+    """What --generate continues: all prompts, and of a chat model chats about the last text."""
+    prompts = list(prompts)
+    if tokenizer.chat_template:
+        for ids in prompts[-args.perplexity_rows :]:
+            request = f"Explain this text at length:\n{tokenizer.decode(ids)}"
+            messages = [{"role": "user", "content": request}]
+            prompts.append(generate.encode_chat(tokenizer, messages))
+    return ScoredText(prompts, None)
+
+
+def eval_texts(
+    args: argparse.Namespace,
+    tokenizer,
+    vocabulary: int,
+) -> tuple[dict[str, ScoredText], Haystack]:
+    """The texts whose perplexity is measured, by their names, and the text to hide facts in.
+
+    With --generate there is one, "written", whose tokens are still to be written."""
+    sources = text_sources(args)
+    texts = {}
+    if args.perplexity_rows:
+        length = args.prefix + args.continuation
+        for name, files in sources.items():
+            window = windows(tokenizer, files, length, args.perplexity_rows, vocabulary)
+            prompts = window[:, : args.prefix].tolist()
+            texts[name] = ScoredText(prompts, window[:, args.prefix :])
     if args.generate:
-        prompts = [ids for prompts, _ in texts.values() for ids in prompts]
-        if tokenizer.chat_template:
-            asks = [f"Explain this text at length:\n{tokenizer.decode(ids)}" for ids in prompts[-rows:]]
-            prompts += [generate.encode_chat(tokenizer, [{"role": "user", "content": ask}]) for ask in asks]
-        texts = {"written": (prompts, None)}
-    return texts, Haystack(tokenizer, [text_ids(tokenizer, files["python"], 1 << 19, vocabulary)])
+        prompts = []
+        for text in texts.values():
+            prompts += text.prompts
+        texts = {"written": texts_to_continue(args, tokenizer, prompts)}
+    haystack_ids = text_ids(tokenizer, sources["python"], 1 << 19, vocabulary)
+    return texts, Haystack(tokenizer, [haystack_ids])
 
 
-def written(candidate: Candidate, args: argparse.Namespace, prompts: list[list[int]]) -> Tensor:
-    """What the candidate writes after each prompt at temperature 0.7, by seed 0: tokens [B, --generate]."""
-    engine = candidate.engine(args, len(prompts), args.generate + max(map(len, prompts)), temperature=0.7)
-    engine.prefill(prompts)
-    return torch.tensor(generate.decode_rows(engine, args.generate, lambda _: False, stride=16))
+def write_continuation(
+    candidate: Candidate,
+    args: argparse.Namespace,
+    text: ScoredText,
+) -> ScoredText:
+    """A text with the --generate tokens that the candidate writes, at temperature 0.7 by seed 0."""
+    capacity = text.capacity(args.generate)
+    engine = candidate.engine(args, len(text.prompts), capacity, temperature=0.7)
+    engine.prefill(text.prompts)
+    answers = generate.decode_rows(engine, args.generate, lambda ids: False, stride=16)
+    return ScoredText(text.prompts, torch.tensor(answers))
+
+
+def rows_needed(args: argparse.Namespace, texts: dict[str, ScoredText]) -> dict[int, int]:
+    """Of each capacity that a cache will have, the rows that must fit; retrieval can do with one."""
+    rows = {}
+    if args.samples:
+        for length in args.lengths:
+            rows[length + ANSWER_ROOM] = 1
+    for text in texts.values():
+        capacity = text.capacity(args.continuation)
+        rows[capacity] = max(len(text.prompts), rows.get(capacity, 0))
+    return rows
+
+
+def columns_of(rows: list[dict]) -> list[str]:
+    """The columns of the table: those that some row has a figure of, costs before results."""
+    first = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
+    columns = []
+    for column in (*first, *rows[0]):
+        has_figure = any(isinstance(row.get(column), str | float | int) for row in rows)
+        if has_figure and column not in columns:
+            columns.append(column)
+    return columns
 
 
 def print_table(rows: list[dict], columns: list[str]) -> None:
-    """A plain table, one line a row, eight columns at a time; "-" where a row has no such figure."""
+    """Prints a line a row, eight columns at a time, with "-" where a row has no such figure."""
     width = max(len(row["method"]) for row in rows)
     for start in range(0, len(columns), 8):
         part = columns[start : start + 8]
-        print(f"{'':{width}}  " + "  ".join(f"{c:>15}" for c in part))
+        header = [f"{column:>15}" for column in part]
+        print(f"{'':{width}}  " + "  ".join(header))
         for row in rows:
-            cells = (f"{row[c]:15.4g}" if c in row else f"{'-':>15}" for c in part)
+            cells = []
+            for column in part:
+                cells.append(f"{row[column]:15.4g}" if column in row else f"{'-':>15}")
             print(f"{row['method']:{width}}  " + "  ".join(cells))
         print()
 
 
-# ------------------------------------------------------------------------------------------- the command line
+def evaluate(args: argparse.Namespace) -> dict:
+    """Prints the table, and returns its rows with what they were measured on."""
+    if not args.perplexity_rows and (args.generate or not args.samples):
+        needed = "give --samples, or --perplexity_rows (with --generate, too)"
+        raise UserError(f"nothing to evaluate: {needed}")
+    args.continuation = args.generate or args.continuation
+
+    # 1. What is compared, and on which texts.
+    candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
+    config = load_config(args.checkpoint)
+    candidates = with_baseline(candidates, args.weights, config.elitekv)
+    tokenizer = load_tokenizer(args.checkpoint)
+    texts, hay = eval_texts(args, tokenizer, config.vocab_size)
+
+    # 2. What cannot work is refused in a second, rather than after an hour.
+    check_candidates(candidates, args, rows_needed(args, texts))
+    if args.generate:
+        texts["written"] = write_continuation(candidates[0], args, texts["written"])
+    for kind in args.tasks:
+        for seed in range(min(args.samples, 64)):
+            eval_sample(hay, kind, seed, min(args.lengths), args.facts)
+
+    # 3. A row for each candidate, shown as soon as it is there.
+    rows = []
+    references = {}
+    n_retrieval = len(args.lengths) * len(args.tasks) * args.samples
+    n_steps = len(texts) * args.continuation + n_retrieval
+    with ProgressLine("evaluate", len(candidates) * n_steps) as progress:
+        for candidate in candidates:
+            try:
+                row = perplexity_row(candidate, args, texts, references, progress)
+                found = retrieval_row(candidate, args, hay, progress) if args.samples else {}
+            except (UserError, MemoryError, torch.OutOfMemoryError) as error:
+                if not rows or world_size() > 1:
+                    raise  # the other rows need the dense one, and processes one another
+                progress.clear()
+                fault = error or "not enough memory"
+                print(f"{candidate.label}: no row: {fault}", file=sys.stderr)
+                continue
+            errors = {**row["errors"], **found.get("errors", {})}
+            row = {"method": candidate.label, **row, **found}
+            row["errors"] = errors
+            row["settings"] = candidate.options
+            rows.append(row)
+
+            columns = columns_of(rows)
+            figures = [f"{column} {row[column]:.4g}" for column in columns[1:] if column in row]
+            progress.clear()
+            print(f"{candidate.label}: {', '.join(figures)}", file=sys.stderr, flush=True)
+            if args.csv and rank() == 0:
+                save_csv(args.csv, columns, rows)
+
+    # 4. The table.
+    print_table(rows, columns[1:])
+    device = generate.device_name(torch.device(args.device))
+    return {"seeds": f"0 to {args.samples - 1}", "device": device, "rows": rows}
+
+
+# --------------------------------------------------------------------------------- the command line
 
 
 def row_options(parser: Parser) -> None:
     """Options of every command that compares candidates."""
     generate.add_weights_option(parser)
-    about = "a row of the table, such as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
-    parser.option("--method", str, None, about, action="append", metavar="NAME[:SETTING=VALUE,...][@FOLDER]")
-    parser.option("--rows", whole(1), 10, "prompts in a batch, fewer where the memory holds no more")
+    method = "a row of the table, as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
+    form = "NAME[:SETTING=VALUE,...][@FOLDER]"
+    parser.option("--method", str, None, method, action="append", metavar=form)
+    rows = "prompts in a batch, fewer where the memory holds no more"
+    parser.option("--rows", whole(1), 10, rows, metavar="N")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    p = Parser(description=__doc__)
-    generate.add_model_options(p)
-    row_options(p)
-    result_options(p)
-    p.option("--text", Path, [], "more text for perplexity; repeat it", action="append")
-    p.option("--perplexity_rows", whole(0), 8, "texts whose continuation is scored; 0: none")
-    p.option("--prefix", whole(1), 1024, "tokens that are prefilled")
-    p.option("--continuation", whole(1), 128, "tokens that are then decoded and scored")
-    p.option("--generate", whole(8), 0, "instead, tokens that dense writes, after chats, too", metavar="N")
-    about = "retrieval tasks; uuid: a text of UUIDs alone"
-    p.option("--tasks", str, TRAINED_TASKS, about, nargs="+", choices=TASKS)
-    p.option("--lengths", whole(1), [1024, 2048], "tokens of a retrieval prompt", nargs="+")
-    p.option("--samples", whole(0), 20, "prompts a task and length; 0: none")
-    p.option("--facts", whole(4, MOST_FACTS), 16, "facts in the multi-key and multi-query tasks")
-    return p.parse_args(argv)
+    parser = Parser(description=__doc__)
+    generate.add_model_options(parser)
+    row_options(parser)
+    result_options(parser)
+
+    text = "more text for perplexity; repeat it"
+    parser.option("--text", Path, [], text, action="append", metavar="PATH")
+    rows = "how many texts have their continuation scored; 0: none"
+    parser.option("--perplexity_rows", whole(0), 8, rows, metavar="N")
+    parser.option("--prefix", whole(1), 1024, "tokens that are prefilled", metavar="N")
+    continuation = "tokens that are then decoded and scored"
+    parser.option("--continuation", whole(1), 128, continuation, metavar="N")
+    written = "score instead N tokens that the dense model writes; after chats, too"
+    parser.option("--generate", whole(8), 0, written, metavar="N")
+
+    tasks = "kinds of facts to find; uuid: in a text of UUIDs alone"
+    parser.option("--tasks", str, TRAINED_TASKS, tasks, nargs="+", choices=TASKS)
+    lengths = "tokens of a prompt with facts"
+    parser.option("--lengths", whole(1), [1024, 2048], lengths, nargs="+", metavar="N")
+    samples = "prompts of each task and length; 0: none"
+    parser.option("--samples", whole(0), 20, samples, metavar="N")
+    facts = "facts in the multikey and multiquery tasks"
+    parser.option("--facts", whole(4, MOST_FACTS), 16, facts, metavar="N")
+    return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
     figures = evaluate(args)
     if args.json:
-        print(json.dumps({"command": " ".join(sys.argv), "torch": torch.__version__} | figures))
+        report = {"command": " ".join(sys.argv), "torch": torch.__version__, **figures}
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

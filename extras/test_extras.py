@@ -746,48 +746,71 @@ def test_nano_answers_the_tasks(nano_haystack):
 def test_evaluation_samples_are_exact_and_answerable(kind, nano_haystack):
     tokenizer = nano_haystack.tokenizer
     for seed in range(3):
+        # A prompt has the length that was asked for, the facts and the question at its end.
         ids, task = evaluate.eval_sample(nano_haystack, kind, seed, 900)
-        assert len(ids) == 900 and ids[0] == tokenizer.bos_id
+        assert len(ids) == 900
+        assert ids[0] == tokenizer.bos_id
         text = tokenizer.decode(ids)
         assert all(fact in text for fact in task.facts)
         assert text.endswith(task.question)
-        assert [task.score(x) for x in (task.answer, task.answer.upper(), "nothing")] == [1.0, 1.0, 0.0]
         assert (ids, task) == evaluate.eval_sample(nano_haystack, kind, seed, 900)
-        places = [text.index(fact) for fact in dict.fromkeys(task.facts)]
-        assert kind == "frequent" or places == sorted(places)  # facts lie in the order that the task gives
+
+        # The right answer is right, in either case of letters.
+        assert task.score(task.answer) == 1.0
+        assert task.score(task.answer.upper()) == 1.0
+        assert task.score("nothing") == 0.0
+
+        # Facts lie in the order that the task gives; of frequent words the number counts alone.
         if kind == "frequent":
             counts = collections.Counter(fact.split()[-1][:-1] for fact in task.facts)
             words = [word for word, _ in counts.most_common(4)]
-            assert words[:3] == task.references and counts[words[2]] > counts[words[3]]
-    if kind in ("single", "reworded"):
-        for depth in (0.0, 0.5, 0.99):
-            ids, task = evaluate.eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
-            text = tokenizer.decode(ids)
-            assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
+            assert words[:3] == task.references
+            assert counts[words[2]] > counts[words[3]]
+        else:
+            places = [text.index(fact) for fact in task.facts]
+            assert places == sorted(places)
+
+
+@pytest.mark.parametrize("kind", ["single", "reworded"])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 0.99])
+def test_a_fact_that_is_alone_lies_at_its_depth(kind, depth, nano_haystack):
+    ids, task = evaluate.eval_sample(nano_haystack, kind, 0, 1000, depth=depth)
+    text = nano_haystack.tokenizer.decode(ids)
+    assert abs(text.index(task.facts[0]) / len(text) - depth) < 0.1
 
 
 def test_uuid_is_a_text_of_pairs_that_a_perfect_reader_answers(nano_haystack):
     form = "[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
-    places = set()
+    quarters = set()  # of the text, in which the pair lies that is asked for
     for seed, n in itertools.product(range(20), (300, 1000)):
         ids, task = evaluate.eval_sample(nano_haystack, "uuid", seed, n)
         text, question = nano_haystack.tokenizer.decode(ids).split("\nQuestion: ")
-        (_, *lines), (value,) = text.split("\n"), task.references  # the first may be cut off
+        _, *lines = text.split("\n")  # the first may be cut off
+        (value,) = task.references
+
+        # The text has pairs alone, all different, and fills the prompt.
         assert all(re.fullmatch(f"{form}: {form}", line) for line in lines)
         pairs = dict(line.split(": ") for line in lines)
-        assert len(pairs) == len(lines) >= (n - 160) // 80 and text.count(value) == 1
+        assert len(pairs) == len(lines) >= (n - 160) // 80
+        assert text.count(value) == 1
+
+        # A reader that copies the value is right, and one that copies anything else is wrong.
         asked = re.search(form, question)[0]
         assert pairs.pop(asked) == value
-        assert all(task.score(other) == 0.0 for other in (*pairs.values(), value[:-1], asked))
-        places.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
-    assert places == {0, 1, 2, 3}  # the pair that is asked lies anywhere
-    # It is neither trained on nor evaluated unless it is named, and so are facts in other words.
-    assert set(evaluate.TASKS) - set(evaluate.TRAINED_TASKS) == {"uuid", "reworded", "reworded_multikey"}
+        for wrong in (*pairs.values(), value[:-1], asked):
+            assert task.score(wrong) == 0.0
+        quarters.add(lines.index(f"{asked}: {value}") * 4 // len(lines))
+    assert quarters == {0, 1, 2, 3}  # it lies anywhere
+
+
+def test_what_no_training_has_seen_is_evaluated_where_it_is_named(nano_haystack):
+    untrained = {"uuid", "reworded", "reworded_multikey"}
+    assert set(evaluate.TASKS) - set(evaluate.TRAINED_TASKS) == untrained
     assert evaluate.parse_args([]).tasks == evaluate.TRAINED_TASKS
-    told = [
-        evaluate.eval_sample(nano_haystack, kind, 0, 900)[1] for kind in ("reworded", "reworded_multikey")
-    ]
-    assert [len(task.facts) for task in told] == [1, 16] and not any("magic" in str(task) for task in told)
+    for kind, n_facts in (("reworded", 1), ("reworded_multikey", 16)):
+        _, task = evaluate.eval_sample(nano_haystack, kind, 0, 900)
+        assert len(task.facts) == n_facts
+        assert "magic" not in str(task)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -824,26 +847,35 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
 
 
 def test_perplexity_and_kl_through_the_cache():
-    model, tokens = tiny_model(vocab_size=4096), torch.tensor([random_ids(50, i, 4096) for i in range(2)])
+    """Of a dense model and of one that attends few tokens, against full passes in PyTorch."""
+    model = tiny_model(vocab_size=4096)
+    tokens = torch.tensor([random_ids(50, row, 4096) for row in range(2)])
+    prompts = tokens[:, :40].tolist()
+    continuation = tokens[:, 40:]
 
-    def perplexity(method: str, dense=None, **options):
-        engine, bar = make_engine(model, method, 2, 50, **options), generate.Progress("test", 10)
-        return evaluate.eval_perplexity(engine, tokens[:, :40].tolist(), tokens[:, 40:], dense, bar)
+    def measure(method: str, reference=None, **options):
+        engine = make_engine(model, method, 2, 50, **options)
+        bar = generate.Progress("test", 10)
+        return evaluate.eval_perplexity(engine, prompts, continuation, reference, bar)
 
-    (loss, *others), dense = perplexity("dense")
-    assert others[0].eq(0).all() and others[1].eq(1).all()
+    # The dense model: the loss of each token and row is that of a full pass; it is like itself.
+    (loss, kl, same), dense = measure("dense")
     log_p = model.output(model(tokens[:, :-1]))[:, 39:].log_softmax(-1)
-    full = -log_p.gather(-1, tokens[:, 40:, None])[..., 0].mT
-    assert loss.numpy() == pytest.approx(full.detach().numpy(), rel=1e-4)  # of each token and row
-    (_, kl, same), _ = perplexity("dense", dense)
-    assert kl.abs().max() < 1e-5 and same.all()  # to itself
-    (_, kl, same), _ = perplexity("topk", dense, keep=5)
-    _, other = perplexity("topk", keep=5)
-    truth = F.kl_div(other.float(), dense.float(), reduction="none", log_target=True).sum(-1)
+    full = -log_p.gather(-1, continuation[..., None])[..., 0].mT
+    assert loss.numpy() == pytest.approx(full.detach().numpy(), rel=1e-4)
+    assert kl.eq(0).all() and same.eq(1).all()
+    (_, kl, same), _ = measure("dense", dense)
+    assert kl.abs().max() < 1e-5 and same.all()
+
+    # A method: the KL from the dense model, and which of its likeliest tokens are the same.
+    (_, kl, same), _ = measure("topk", dense, keep=5)
+    _, topk = measure("topk", keep=5)
+    truth = F.kl_div(topk.float(), dense.float(), reduction="none", log_target=True).sum(-1)
     assert kl.numpy() == pytest.approx(truth.numpy(), rel=0.01, abs=1e-3)
-    assert torch.equal(same > 0, other.argmax(-1) == dense.argmax(-1)) and 0 < same.mean() < 1
-    error = evaluate.standard_error(kl.mean(0))
-    assert error == pytest.approx(np.abs(np.diff(truth.mean(0))).item() / 2, rel=0.05)
+    assert torch.equal(same > 0, topk.argmax(-1) == dense.argmax(-1))
+    assert 0 < same.mean() < 1
+    of_two_rows = np.abs(np.diff(truth.mean(0))).item() / 2
+    assert evaluate.standard_error(kl.mean(0)) == pytest.approx(of_two_rows, rel=0.05)
 
 
 def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
@@ -960,80 +992,135 @@ def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
 
 
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
-    tokenizer, rng, asked = nano_haystack.tokenizer, random.Random(0), 0
+    tokenizer = nano_haystack.tokenizer
+    rng = random.Random(0)
+    n_asking = 0
     for _ in range(40):
         ids, weights = train.training_document(nano_haystack, rng, 513)
-        assert len(ids) == len(weights) == 513 and ids[0] == tokenizer.bos_id
+        assert len(ids) == len(weights) == 513
+        assert ids[0] == tokenizer.bos_id
         answers = tokenizer.decode(ids[weights == train.ANSWER_WEIGHT].tolist())
         assert "Question" not in answers and "Answer" not in answers
-        asked += bool(answers)
-    assert 10 <= asked <= 30  # about half of the documents ask something
-    for n, seed in itertools.product((*range(2, 45), 400), range(30)):
-        made = train.training_document(nano_haystack, random.Random(seed), n)
-        assert [len(each) for each in made] == [n, n]
+        if answers:
+            n_asking += 1
+    assert 10 <= n_asking <= 30  # about half of the documents
+
+
+def test_training_documents_of_any_length_have_it(nano_haystack):
+    for n in (*range(2, 45), 400):
+        for seed in range(30):
+            ids, weights = train.training_document(nano_haystack, random.Random(seed), n)
+            assert len(ids) == len(weights) == n
 
 
 def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
     stages = [train.Stage(4, 64, 12), train.Stage(2, 128, 6)]
 
-    def trained(*minutes: float) -> tuple[Llama, dict]:
-        state = tmp_path / f"{len(minutes)}.state"
-        for seed, limit in enumerate(minutes):
-            model = Llama(test_all.tiny_config(vocab_size=4096, tied=True))
-            train.initialise(model, seed)  # a later run takes the state's weights
-            done = train.train_model(model, nano_haystack, stages, 5e-3, 0, 0, state, limit)
-            assert done == (limit > 0)
-        return model, torch.load(state)
+    def run(state: Path, seed: int, minutes: float) -> Llama:
+        model = Llama(test_all.tiny_config(vocab_size=4096, tied=True))
+        train.initialise(model, seed)
+        done = train.train_model(model, nano_haystack, stages, 5e-3, 0, 0, state, minutes)
+        assert done == (minutes > 0)
+        return model
 
-    (model, whole), (_, resumed) = trained(math.inf), trained(0.0, math.inf)
-    with torch.no_grad():
-        batch = train.training_batch(nano_haystack, [train.Stage(4, 64, 1)], 0, 0)
-        assert train.training_loss(model, *batch).item() < math.log(4096) - 0.1
+    model = run(tmp_path / "whole", 0, math.inf)
+    run(tmp_path / "resumed", 0, 0.0)  # one step
+    run(tmp_path / "resumed", 1, math.inf)  # its own weights are replaced by the state's
+    whole = torch.load(tmp_path / "whole")
+    resumed = torch.load(tmp_path / "resumed")
     assert whole["step"] == resumed["step"] == 18
     torch.testing.assert_close(resumed, whole, atol=1e-6, rtol=1e-5)
 
+    batch = train.training_batch(nano_haystack, [train.Stage(4, 64, 1)], 0, 0)
+    with torch.no_grad():
+        assert train.training_loss(model, *batch).item() < math.log(4096) - 0.1
 
-def test_the_loss_in_chunks_is_that_of_whole_logits(monkeypatch):
-    """And so are its gradients, with and without a teacher."""
-    model, teacher = (tiny_model(seed).requires_grad_(True) for seed in (0, 1))
-    tokens, weights = tiny_tokens(2, 18), torch.rand(2, 17)
-    for chunk, share in itertools.product((5, 99), (0.7, 0.0)):
-        monkeypatch.setattr(train, "HEAD_CHUNK", chunk)
-        loss = train.training_loss(model, tokens, weights, teacher if share else None, share)
-        log_p, log_q = (each.output(each(tokens[:, :-1])).log_softmax(-1) for each in (model, teacher))
-        truth = -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
-        truth = (1 - share) * (weights * truth).sum() / weights.sum()
-        truth = truth + share * (log_q.exp() * (log_q - log_p)).sum(-1).mean()
-        got, wanted = (torch.autograd.grad(each, [*model.parameters()]) for each in (loss, truth))
-        assert abs(loss / truth - 1) < 1e-5 and max(map(error, got, wanted)) < 1e-4
+
+@pytest.mark.parametrize("chunk", [5, 99])
+@pytest.mark.parametrize("share", [0.0, 0.7])
+def test_the_loss_in_chunks_is_that_of_whole_logits(chunk, share, monkeypatch):
+    """And so are its gradients, with a teacher and without."""
+    monkeypatch.setattr(train, "HEAD_CHUNK", chunk)
+    model = tiny_model(0).requires_grad_(True)
+    teacher = tiny_model(1).requires_grad_(True)
+    tokens = tiny_tokens(2, 18)
+    weights = torch.rand(2, 17)
+    loss = train.training_loss(model, tokens, weights, teacher if share else None, share)
+
+    log_p = model.output(model(tokens[:, :-1])).log_softmax(-1)
+    log_q = teacher.output(teacher(tokens[:, :-1])).log_softmax(-1)
+    of_labels = -log_p.gather(-1, tokens[:, 1:, None])[..., 0]
+    of_labels = (weights * of_labels).sum() / weights.sum()
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    truth = (1 - share) * of_labels + share * kl
+    assert abs(loss / truth - 1) < 1e-5
+
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
+    true_gradients = torch.autograd.grad(truth, parameters)
+    for gradient, true_gradient in zip(gradients, true_gradients, strict=True):
+        assert error(gradient, true_gradient) < 1e-4
 
 
 def test_distilling_brings_a_model_to_its_teacher(nano_haystack):
     """The KL falls, and the teacher stays as it was."""
-    teacher, model = (tiny_model(vocab_size=4096) for _ in range(2))
+    teacher = tiny_model(vocab_size=4096)
+    model = tiny_model(vocab_size=4096)
     artifact = test_all.artifact_of("elitekv", model)
     method_named("elitekv").fold_all(model, compress.EliteSettings(3, 24), artifact)
     before = [p.clone() for p in teacher.parameters()]
     tokens, weights = train.training_batch(nano_haystack, [train.Stage(4, 128, 1)], 1, 0)
-    distance = functools.partial(train.training_loss, model, tokens, weights, teacher, 1.0)
-    kl, early = distance(), distance(layers=True)
-    heads = (train.attention_outputs(each, tokens[:, :-1])[1] for each in (model, teacher))
-    errors = [error(x, y) ** 2 for x, y in zip(*heads, strict=True)]
-    assert abs((early - kl) / np.mean(errors) - 1) < 1e-3
-    given = (nano_haystack, [train.Stage(4, 64, 30)], 5e-3, 0, 0, None, math.inf, None, teacher, 1.0)
-    assert train.train_model(model.requires_grad_(True), *given) and distance() < 0.7 * kl
+
+    def distance(layers: bool = False) -> torch.Tensor:
+        return train.training_loss(model, tokens, weights, teacher, 1.0, layers)
+
+    # Early in training the layers' errors are added.
+    kl = distance()
+    _, outputs = train.attention_outputs(model, tokens[:, :-1])
+    _, wanted = train.attention_outputs(teacher, tokens[:, :-1])
+    errors = [error(x, y) ** 2 for x, y in zip(outputs, wanted, strict=True)]
+    assert abs((distance(layers=True) - kl) / np.mean(errors) - 1) < 1e-3
+
+    assert train.train_model(
+        model.requires_grad_(True),
+        nano_haystack,
+        [train.Stage(4, 64, 30)],
+        lr=5e-3,
+        seed=0,
+        workers=0,
+        state=None,
+        minutes=math.inf,
+        teacher=teacher,
+        share=1.0,
+    )
+    assert distance() < 0.7 * kl
     assert all(map(torch.equal, before, teacher.parameters()))
 
 
 def test_the_learning_rate_warms_up_and_decays(nano_haystack):
-    model, seen = Llama(test_all.tiny_config(vocab_size=4096)), []
-    with register_optimizer_step_pre_hook(lambda by, *_: seen.append((by.param_groups[0]["lr"], by))):
-        assert train.train_model(model, nano_haystack, [train.Stage(1, 64, 20)], 1.0, 0, 0, None, math.inf)
-    rates, (optimizer, *_) = zip(*seen, strict=True)
-    decays = {p.ndim > 1: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decays == {True: 0.1, False: 0.0}
-    assert rates[:2] == pytest.approx((1 / 2, 0.1 + 0.45 * (1 + math.cos(math.pi / 20))))  # warm-up: a tenth
-    assert rates[10] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.11
+    model = Llama(test_all.tiny_config(vocab_size=4096))
+    optimizers = []
+    rates = []
+
+    def see(optimizer, *_) -> None:
+        optimizers.append(optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    stages = [train.Stage(1, 64, 20)]
+    with register_optimizer_step_pre_hook(see):
+        assert train.train_model(model, nano_haystack, stages, 1.0, 0, 0, None, math.inf)
+
+    # The warm-up is a tenth, two steps of twenty.
+    assert rates[0] == pytest.approx(1 / 2)
+    assert rates[1] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 20)))
+    assert rates[10] == pytest.approx(0.55)
+    assert 0.1 < rates[-1] < 0.11
+
+    decay_of = {}  # by whether a parameter is a matrix
+    for group in optimizers[0].param_groups:
+        for parameter in group["params"]:
+            decay_of[parameter.ndim > 1] = group["weight_decay"]
+    assert decay_of == {True: 0.1, False: 0.0}
 
 
 @pytest.mark.parametrize("numbers", list(itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2)))
@@ -1045,44 +1132,54 @@ def test_a_second_signal_ends_all(numbers):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_keeps_its_state_and_diverging_training_none(nano_haystack, tmp_path, number):
-    model, path, steps = Llama(test_all.tiny_config(vocab_size=4096)), tmp_path / "state", itertools.count()
+def test_interrupted_training_keeps_its_state(nano_haystack, tmp_path, number):
+    model = Llama(test_all.tiny_config(vocab_size=4096))
+    path = tmp_path / "state"
+    steps = itertools.count()
 
-    def run(steps: int = 9) -> bool:
-        return train.train_model(
-            model, nano_haystack, [train.Stage(1, 64, steps)], 1e-3, 0, 0, path, math.inf
-        )
+    def run(n_steps: int) -> bool:
+        stages = [train.Stage(1, 64, n_steps)]
+        return train.train_model(model, nano_haystack, stages, 1e-3, 0, 0, path, math.inf)
 
-    def interrupt(*_):
+    def interrupt(*_) -> None:
         if next(steps) == 3:
             signal.raise_signal(number)
 
     before = signal.getsignal(number)
     with register_optimizer_step_pre_hook(interrupt):
-        assert not run()
+        assert not run(9)
     assert signal.getsignal(number) == before
     assert run(3)  # more than asked is done
     optimizer = train.make_optimizer(model, 1e-3)
     assert train.load_state(path, model, optimizer) == 4  # the step is done first
+
+
+def test_a_wrong_state_is_refused_and_diverging_training_leaves_none(nano_haystack, tmp_path):
+    model = Llama(test_all.tiny_config(vocab_size=4096))
     (tmp_path / "other").write_text("no state")
     with pytest.raises(UserError, match="not what training this model has left"):
-        train.load_state(tmp_path / "other", model, optimizer)
-    with pytest.raises(UserError, match="lower --lr"):  # one that diverges leaves none
-        train.train_model(
-            model, nano_haystack, [train.Stage(1, 32, 8)], 1e30, 0, 0, tmp_path / "new", math.inf
-        )
+        train.load_state(tmp_path / "other", model, train.make_optimizer(model, 1e-3))
+    stages = [train.Stage(1, 32, 8)]
+    with pytest.raises(UserError, match="lower --lr"):
+        train.train_model(model, nano_haystack, stages, 1e30, 0, 0, tmp_path / "new", math.inf)
     assert not (tmp_path / "new").exists()
 
 
-def test_batches_weigh_predictions_and_are_the_same_in_another_process(nano_haystack, monkeypatch):
+def test_batches_are_the_same_in_another_process(nano_haystack):
     """Its memory need not be a copy of this one's, as after a fork."""
     here = functools.partial(train.training_batch, nano_haystack, [train.Stage(2, 512, 1)], 0)
     there = pickle.loads(pickle.dumps(here))
-    assert there.args[0].tokenizer is not nano_haystack.tokenizer and all(map(torch.equal, here(0), there(0)))
+    assert there.args[0].tokenizer is not nano_haystack.tokenizer
+    assert all(map(torch.equal, here(0), there(0)))
+
+
+def test_batches_weigh_predictions(nano_haystack, monkeypatch):
+    """The weight of a token is that of the step before it, which predicts it."""
     document = np.arange(513, dtype=np.int32), np.arange(513, dtype=np.float32)
     monkeypatch.setattr(train, "training_document", lambda *_: document)
-    tokens, weights = here(0)
-    assert tokens.shape == (2, 513) and torch.equal(tokens[:, 1:].float(), weights)
+    tokens, weights = train.training_batch(nano_haystack, [train.Stage(2, 512, 1)], 0, 0)
+    assert tokens.shape == (2, 513)
+    assert torch.equal(tokens[:, 1:].float(), weights)
 
 
 def test_texts_are_drawn_by_their_shares(tmp_path, monkeypatch):
