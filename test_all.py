@@ -1204,17 +1204,21 @@ def test_folded_projections_equal_unfolded(group, biases, scored):
     assert error(runs[0], runs[1]) < (1e-4 if variant == "paper" else 0.02)  # a code may round otherwise
 
 
-def test_prefill_holds_one_layers_keys_and_values_at_a_time(monkeypatch):
+@pytest.mark.parametrize("variant", ["ours", "paper"])
+def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
-    seen, extend = [], compress.Cache.extend
+    seen = []
+    engine = make_engine(tiny_model(), "sals", 1, 64, **SPARSE | {"variant": variant})
+    cache_class = type(engine.caches[1])
+    prefill = cache_class.prefill
 
-    def watched(cache, row, span, q, k, *rest):
+    def watched(cache, row, start, q, k, *rest):
         assert all(ref() is None for ref in seen)
         seen.append(weakref.ref(k))
-        return extend(cache, row, span, q, k, *rest)
+        return prefill(cache, row, start, q, k, *rest)
 
-    monkeypatch.setattr(compress.Cache, "extend", watched)
-    make_engine(tiny_model(), "sals", 1, 64, **SPARSE).prefill([random_ids(60)])
+    monkeypatch.setattr(cache_class, "prefill", watched)
+    engine.prefill([random_ids(60)])
     assert len(seen) == 4
 
 
