@@ -3207,9 +3207,10 @@ class Method:
             layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
 
     def build(self, model: Llama, settings: object, context: CacheContext, artifact: Artifact) -> list[Cache]:
-        """The caches of all layers. The model's weights change if the method folds something."""
+        """The caches of all layers. The model's weights change, once, if the method folds something."""
         if not model.is_folded:
             self.fold_all(model, settings, artifact)
+            model.is_folded = self.fold is not None
         return self.caches(model, settings, context, artifact)
 
 

@@ -1398,7 +1398,8 @@ class LLM:
         """Reads the rows again, if the cache of one is not that of its ids. A row that stopped ran
         on while others were made; an idle one gave its places up."""
         for ids, n in zip(self.token_ids, self.engine.pos.tolist(), strict=True):
-            if len(ids) - n not in (0, 1):  # the last token may be still to be written
+            lacks_last_token = n > 0 and n == len(ids) - 1  # which a step is still to write
+            if n != len(ids) and not lacks_last_token:
                 self.engine.prefill(self.token_ids)
                 return
 

@@ -197,7 +197,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
-        self.is_folded = False  # do the weights have what the method folds into them, before `Method.build`?
+        self.is_folded = False  # do the weights have what the method folds into them (`Method.build`)?
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)

@@ -1048,7 +1048,7 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
 
 def test_mixed_codes_are_int8_numbers_with_one_scale():
     """Int8 numbers to half a step, and odd multiples of 4 to four steps, or clamped. Latents that are as
-    large as trailing_gain makes them lose little more of the others than Max's 4 bits, .01154."""
+    large as int4_gain makes them lose little more of the others than Max's 4 bits, .01154."""
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
     gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.int4_gain(energy, lead, 64)))))
@@ -1202,6 +1202,27 @@ def test_folded_projections_equal_unfolded(group, biases, scored):
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 128 + 2 * n + fold * (n // 2 + (n // 4 if score == "sum" else 0))
     assert error(runs[0], runs[1]) < (1e-4 if variant == "paper" else 0.02)  # a code may round otherwise
+
+
+def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monkeypatch):
+    """A second try, say with another max_seq_length, runs over the weights that the first one has folded."""
+    ids = random_ids(20)
+    expected = generate.LLM(folder, "fdc", device="cpu").generate(ids, 4, ignore_eos=True)
+    llm = generate.LLM(folder, "fdc", device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "Engine", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            llm.generate(ids, 4)
+    assert llm.generate(ids, 4, ignore_eos=True).token_ids == expected.token_ids
+
+
+def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
+    """A row that idles loses its place in the cache; its one token is read again to be saved."""
+    llm = generate.LLM(folder, device="cpu", batch_size=2, max_seq_length=64)
+    llm.prefill([[5, 6], [7]])
+    llm.generate([[9]], 2, follow=True, ignore_eos=True)
+    llm.save(tmp_path / "cache")
+    assert generate.saved_facts(tmp_path / "cache").lengths[1] == 1
 
 
 @pytest.mark.parametrize("variant", ["ours", "paper"])
@@ -1551,7 +1572,7 @@ def test_lrqk_slot_table(ratio):
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live = best > -torch.inf
-        index = index.where(live, S - 1)  # as compress.LrqkCache.load has it: a position without a slot
+        index = index.where(live, S - 1)  # as compress.LrqkCache.fetch has it: a position without a slot
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
         kernels.fetch_rows_reference(rows, index, place, miss, hot)

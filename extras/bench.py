@@ -475,7 +475,9 @@ def run_plot(args: argparse.Namespace) -> None:
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
         except (csv.Error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{name}: no table of eval, bench, ranks or train --log ({error!r})") from None
+            raise UserError(
+                f"{name}: no table of eval, speed, needle, ranks or train --log ({error!r})"
+            ) from None
 
 
 # ------------------------------------------------------------------------------------------- the command line

@@ -2769,5 +2769,5 @@ def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path
     set_device.assert_called_once_with(0)
 
 
-if __name__ == "__main__":  # a process of test_several_ranks
+if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
