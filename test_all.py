@@ -4186,7 +4186,7 @@ def test_the_names_in_the_docs_are_in_the_code():
     code = "".join(path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")))
     if not (ROOT / "extras").is_dir():
         methods = re.sub(r"## Comparison rows.*?\n(?=## )", "", methods, flags=re.S)
-        readme = re.sub(r"\| `extras/`.*", "", readme)
+        readme = re.sub(r"Everything else is in `extras/`.*?\n(?=Delete `extras/`)", "", readme, flags=re.S)
     for name in re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme):
         assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
