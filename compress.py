@@ -2557,9 +2557,12 @@ def low_rank(
     v_values, v_vectors = left_singular(v.double())
     best = torch.cat((k_values, v_values)).topk(d_ckv).indices
     a = torch.cat((k_vectors, v_vectors), 1)[:, best]
-    serves_keys = (best < len(m))[:, None, None]
-    is_key = torch.arange(m.shape[-1], device=m.device) < k.shape[-1]
-    return a, torch.tensordot(a, m, ([0], [0])) * (serves_keys == is_key)
+    b = torch.tensordot(a, m, ([0], [0]))  # [d_ckv, Hkv, 2D - 2r]
+
+    # A latent dim that was chosen for keys makes no value, and one chosen for values makes no key.
+    dim_is_of_keys = (best < len(m))[:, None, None]
+    column_is_of_keys = torch.arange(m.shape[-1], device=m.device) < k.shape[-1]
+    return a, b * (dim_is_of_keys == column_is_of_keys)
 
 
 def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
