@@ -17,7 +17,8 @@ operation of kernels.py, which runs as a Triton kernel or as PyTorch.
     B rows of a batch, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim
     pos     [B] on the device: the position of the newest token of each row
     index   [B, Hkv or 1, G or 1, n]: the tokens that a KV head, or a query head, attends; -1 for
-            none. 1 in the place of Hkv or G: all heads, or all heads of a group, attend the same tokens.
+            none. 1 in the place of Hkv or G: all heads, or all heads of a group, attend the same
+            tokens.
 """
 
 import dataclasses
@@ -55,7 +56,15 @@ from kernels import (
     token_logits,
     unpack,
 )
-from model import Attention, Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
+from model import (
+    Attention,
+    Llama,
+    ModelConfig,
+    UserError,
+    apply_rope,
+    causal_attention,
+    rope_tables,
+)
 
 VARIANTS = ("ours", "paper")  # of a method whose defaults are not all the paper's
 
@@ -90,7 +99,9 @@ def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) 
 class CacheContext:
     """What the caches of all layers share: the model's shape, the batch's, and RoPE's tables."""
 
-    def __init__(self, model: Llama, batch_size: int, max_seq_length: int, kernel: bool | None = None):
+    def __init__(
+        self, model: Llama, batch_size: int, max_seq_length: int, kernel: bool | None = None
+    ):
         """Caches of batch_size rows of at most max_seq_length tokens, on the model's device and in
         its dtype. kernel: whether operations run as Triton kernels; None: where they can."""
         config = model.config
@@ -145,7 +156,9 @@ class Cache(nn.Module):
 
     # ---- 1. A prompt, and more of it
 
-    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
+    ) -> Tensor:
         """Reads n tokens of one row, at positions start to start + n - 1: a prompt, or what follows
         it. They attend one another, and what is kept of the tokens before them.
 
@@ -181,8 +194,8 @@ class Cache(nn.Module):
         length.
 
         A method that attends only some tokens finds them in its `select`: select(pos, ...) gives an
-        index, or None for all tokens. Exact recent tokens (`exact`) are attended besides. Evaluation
-        wraps `select`."""
+        index, or None for all tokens. Exact recent tokens (`exact`) are attended besides.
+        Evaluation wraps `select`."""
         raise NotImplementedError
 
     # ---- 3. Bytes
@@ -239,7 +252,9 @@ class Cache(nn.Module):
 
     # ---- for the methods
 
-    def add_table(self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> None:
+    def add_table(
+        self, name: str, *shape: int, dtype: torch.dtype = torch.int32, fill: int = 0
+    ) -> None:
         """A buffer [B, *shape] beside the stores, such as positions in slots, full of `fill`."""
         table = self.context.zeros(*shape, dtype=dtype).fill_(fill)
         self.register_buffer(name, table)
@@ -410,7 +425,9 @@ class RingStore(TokenStore):
     """The n_sinks first and the n_recent last tokens alone: slots of the sinks, then a ring. Both
     fill from the left."""
 
-    def __init__(self, context: CacheContext, n_heads: int, width: int, n_sinks: int, n_recent: int):
+    def __init__(
+        self, context: CacheContext, n_heads: int, width: int, n_sinks: int, n_recent: int
+    ):
         super().__init__(context, n_heads, n_sinks + n_recent, width)
         self.n_sinks = n_sinks
         self.n_recent = n_recent
@@ -467,12 +484,16 @@ class DenseCache(Cache):
 
     A step attends the tokens that `select` names."""
 
-    def __init__(self, context: CacheContext, keys: Store | None = None, values: Store | None = None):
+    def __init__(
+        self, context: CacheContext, keys: Store | None = None, values: Store | None = None
+    ):
         """keys, values: the stores, if they are not plain ones of every token."""
         super().__init__(context)
         c = context.config
         self.keys = keys or TokenStore(context, c.n_kv_heads, context.max_seq_length, c.head_dim)
-        self.values = values or TokenStore(context, c.n_kv_heads, context.max_seq_length, c.head_dim)
+        self.values = values or TokenStore(
+            context, c.n_kv_heads, context.max_seq_length, c.head_dim
+        )
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         """Queries or keys [..., H, D] after RoPE, in the basis in which keys are kept
@@ -533,7 +554,9 @@ def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
     """The `caches` of a method whose layers are alike, but for those of --skip, which are dense.
     make(context, settings) gives one; of a fitted method make(context, settings, fitted)."""
 
-    def build(model: Llama, settings: object, context: CacheContext, artifact: Artifact) -> list[Cache]:
+    def build(
+        model: Llama, settings: object, context: CacheContext, artifact: Artifact
+    ) -> list[Cache]:
         skipped = set()
         if hasattr(settings, "skip"):
             skipped = skipped_layers(settings, len(model.layers))
@@ -590,7 +613,9 @@ def kept_tokens(keep: float, length: int) -> int:
     return max(1, min(length, tokens))
 
 
-def left_to_select(keep: float, total: int, max_seq_length: int, n_sinks: int, n_recent: int) -> int:
+def left_to_select(
+    keep: float, total: int, max_seq_length: int, n_sinks: int, n_recent: int
+) -> int:
     """What a budget `keep`, of `total` tokens, leaves to select beside sinks and recent tokens."""
     if total < n_sinks + n_recent:
         fault = f"is fewer than {n_sinks} sinks and {n_recent} recent ones"
@@ -677,7 +702,9 @@ class TopKCache(ScoringCache):
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """The largest attention weight that any query head of a group gives, as a logarithm."""
-        scores = kernels.scores(q, self.keys.vectors, None, pos, self.scale, "largest", kernel=self.kernel)
+        scores = kernels.scores(
+            q, self.keys.vectors, None, pos, self.scale, "largest", kernel=self.kernel
+        )
         return scores.unsqueeze(2)  # [B, Hkv, 1, S]
 
     def bytes_read(self, length: int) -> int:
@@ -694,9 +721,13 @@ class LokiSettings:
 
     k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", within="(0, inf)")
     d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", within="(0, 1]")
-    explained: float = setting(0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)")
+    explained: float = setting(
+        0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)"
+    )
     basis: str = setting("post", "the PCA is of keys after RoPE, or before it", ("post", "pre"))
-    share: str = setting("query", "who has k tokens: a head, or a KV head (ours)", ("query", "group"))
+    share: str = setting(
+        "query", "who has k tokens: a head, or a KV head (ours)", ("query", "group")
+    )
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, max_seq_length: int) -> Budget:
@@ -791,7 +822,9 @@ class LokiCache(ScoringCache):
         leading = q[..., : self.d]
         shares = self.settings.share == "group"
         rule = "largest" if shares else "each"
-        scores = kernels.scores(leading, self.keys.vectors, None, pos, self.scale, rule, kernel=self.kernel)
+        scores = kernels.scores(
+            leading, self.keys.vectors, None, pos, self.scale, rule, kernel=self.kernel
+        )
         return scores.unsqueeze(2) if shares else scores
 
     def n_best(self, pos: Tensor) -> Tensor | None:
@@ -841,7 +874,9 @@ class KiviSettings:
 GROUP = 32  # numbers that share a minimum and a scale
 
 
-def kivi_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int) -> tuple[Tensor, tuple]:
+def kivi_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, bits: int, R: int
+) -> tuple[Tensor, tuple]:
     """One decode step of KIVI as published (sec. 3.2), for one KV head.
 
     q [G, D], k and v [D]: after RoPE -> output [G, D]. stored: K and V [S - 1, D], of which each
@@ -1094,7 +1129,9 @@ class KiviCache(DenseCache):
         n_recent = min(R, -(-context.max_seq_length // GROUP) * GROUP)
         exact = exact_stores(context, n_sinks=0, n_recent=n_recent)
         keys = ChannelKeys(context, settings.bits, ring=exact[0])
-        values = CodedStore(context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits)
+        values = CodedStore(
+            context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits
+        )
         super().__init__(context, keys, values)
         self.exact = exact
 
@@ -1123,13 +1160,19 @@ class SalsSettings:
         "ours", "the published step and settings, or what is better on real models", VARIANTS
     )
     rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", within="[0, 1]")
-    score_rank: float = setting(0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]")
+    score_rank: float = setting(
+        0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]"
+    )
     bits: int = setting(2, "bits of a value code", (2, 4))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
-    recent: int = setting(64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]")
+    recent: int = setting(
+        64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]"
+    )
     keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", within="[0, 1]")
-    score: str = setting("softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum"))
+    score: str = setting(
+        "softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum")
+    )
     skip: str = setting("0,1,-1", "layers that attend every token (the paper's 0, 1 and the last)")
 
     def __post_init__(self):
@@ -1523,7 +1566,9 @@ class MixedStore(TokenStore):
 
     kind = "mixed"
 
-    def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int, int8_dims: int):
+    def __init__(
+        self, context: CacheContext, n_heads: int, n_tokens: int, width: int, int8_dims: int
+    ):
         self.int8_dims = int8_dims
         super().__init__(context, n_heads, n_tokens, width)
 
@@ -1653,7 +1698,9 @@ class SalsCache(Cache):
         self.mean_latent = (maps.mean @ maps.down).to(context.dtype)
         # cache
         self.latents = MixedStore(context, 1, context.max_seq_length, r, r_score)
-        self.values = SalsValues(context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits)
+        self.values = SalsValues(
+            context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits
+        )
         basis = maps.up.unflatten(0, (c.n_kv_heads, -1))
         self.keys = RebuiltKeys(self.latents, basis, maps.mean.view(c.n_kv_heads, -1))
         n_sinks = self.budget.n_sinks if is_sparse else 0
@@ -1665,7 +1712,9 @@ class SalsCache(Cache):
             return projected[0]
         return k.flatten(1) @ self.down - self.mean_latent
 
-    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
+    ) -> Tensor:
         latent = self.latent(k, *projected)
         q = self.rope_from(q, start)
         k = self.rope_from(k, start)
@@ -1692,7 +1741,9 @@ class SalsCache(Cache):
             kernel=self.kernel,
         )
         if self.mean_blocks.tokens < self.blocks.tokens:
-            mean_logit = mean_logits(q_rotated, self.mean_blocks.cos, self.mean_blocks.sin, self.mean)
+            mean_logit = mean_logits(
+                q_rotated, self.mean_blocks.cos, self.mean_blocks.sin, self.mean
+            )
         scores = kernels.scores(
             queries,
             self.latents.vectors,
@@ -1803,7 +1854,9 @@ class PaperSalsCache(Cache):
         values = self.values.of_row(row, length)
         return self.exact[0].overlay(row, keys), self.exact[1].overlay(row, values)
 
-    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
+    ) -> Tensor:
         latent = self.latent(k, *projected)
         q = self.rope_from(q, start)
         k = self.rope_from(k, start)
@@ -1823,7 +1876,9 @@ class PaperSalsCache(Cache):
             query = projected[0][:, None]  # [B, 1, r*]
         else:
             query = summed_query(q, self.U_score, self.config.n_kv_heads)
-        return kernels.scores(query, self.latents.vectors, None, pos, self.scale, "each", kernel=self.kernel)
+        return kernels.scores(
+            query, self.latents.vectors, None, pos, self.scale, "each", kernel=self.kernel
+        )
 
     def select(self, pos: Tensor, scores: Tensor) -> Tensor:
         """The sinks, then the best tokens before the recent ones: an index [B, 1, 1, x + y]."""
@@ -1935,11 +1990,17 @@ def sals_tensors(c: ModelConfig) -> Stored:
 class LrqkSettings:
     """LRQK: low-rank attention over a mixed cache (arXiv 2510.23649). Few bytes on the GPU."""
 
-    variant: str = setting("ours", "Algorithms 1 and 2 as published, or a closed form (ours)", VARIANTS)
+    variant: str = setting(
+        "ours", "Algorithms 1 and 2 as published, or a closed form (ours)", VARIANTS
+    )
     rank: int = setting(0, "r: dims of A_Q and A_K, for each KV head (0: 32, or D if less)")
     k: int = setting(2048, "tokens that each KV head selects by its proxy scores")
-    recent: int = setting(64, "lite tokens: the last ones, always attended, on the GPU", within="[1, 1e9]")
-    slots: float = setting(1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)")
+    recent: int = setting(
+        64, "lite tokens: the last ones, always attended, on the GPU", within="[1, 1e9]"
+    )
+    slots: float = setting(
+        1.0, "hot slots on the GPU, in multiples of k (> 1: an LRU cache; 0: fetch all k)"
+    )
 
     def budget(self, max_seq_length: int) -> Budget:
         if self.slots != 0 and not 1 <= self.slots < float("inf"):
@@ -2481,10 +2542,14 @@ def lrqk_cache(context: CacheContext, settings: LrqkSettings) -> LrqkCache:
 class EliteSettings:
     """EliteKV: a few rotated pairs a head, all else of K and V in one latent (arXiv 2503.01586)."""
 
-    r: int = setting(0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)")
+    r: int = setting(
+        0, "r: elite pairs of each head, which stay rotated (0: as calibrated or uptrained)"
+    )
     d_ckv: int = setting(0, "d_ckv: dims of the latent of all else (0: as calibrated)")
     pairs: str = setting("elite", "which pairs are rotated", ("elite", "uniform", "contribution"))
-    lrd: str = setting("joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate"))
+    lrd: str = setting(
+        "joint", "J-LRD, one latent of K and V, or S-LRD, one of each", ("joint", "separate")
+    )
 
 
 def elitekv_step(
@@ -2699,7 +2764,9 @@ def fold_elitekv(
         bias = torch.cat((stacked[:, -1], q.new_zeros(a.shape[1])))
         up_bias = torch.cat((rest, v), 1)[..., -1].flatten()
     stacked = torch.cat((stacked[:, : c.dim], a.T.to(q)))
-    return EliteAttention(c, order, r, linear_of(stacked, bias), linear_of(up, up_bias), attention.wo)
+    return EliteAttention(
+        c, order, r, linear_of(stacked, bias), linear_of(up, up_bias), attention.wo
+    )
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -2813,7 +2880,9 @@ class FdcSettings:
     """FDC, Fast KV Dimensionality Compression (arXiv 2408.04107): attends compressed vectors."""
 
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
-    adaptive: bool = setting(True, "each head has its own rank; else all their mean (the paper's /AC)")
+    adaptive: bool = setting(
+        True, "each head has its own rank; else all their mean (the paper's /AC)"
+    )
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
@@ -2988,7 +3057,9 @@ class FdcCache(Cache):
         self.R = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
         self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks)
 
-    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor
+    ) -> Tensor:
         """latent [n, sum of d_v]: all heads' values; v is empty -> [n, 1, sum of G d_v]."""
         stop = start + len(q)
         Hkv = len(self.k_ranks)
@@ -3012,7 +3083,10 @@ class FdcCache(Cache):
             padded_k = [F.pad(keys[h], (0, width - self.k_ranks[h])) for h in heads]
             padded_v = [F.pad(values[h], (0, width - self.v_ranks[h])) for h in heads]
             output = causal_attention(
-                queries, torch.stack(padded_k, 1), torch.stack(padded_v, 1), self.context.softmax_scale
+                queries,
+                torch.stack(padded_k, 1),
+                torch.stack(padded_v, 1),
+                self.context.softmax_scale,
             )
             output = output.unflatten(1, (len(heads), -1))  # [n, heads, G, width]
             for i, h in enumerate(heads):
@@ -3081,7 +3155,9 @@ def read_artifact(path: Path, row: "Method", model: Llama, remedy: str) -> Artif
     return tensors
 
 
-def read_tensors(path: Path, identity: dict[str, str], remedy: str) -> tuple[dict[str, str], Artifact]:
+def read_tensors(
+    path: Path, identity: dict[str, str], remedy: str
+) -> tuple[dict[str, str], Artifact]:
     """The metadata and tensors of a file of save_artifact, on the CPU. Raises UserError, with the
     remedy, where the file is damaged, or its metadata are not those of `identity`."""
     try:
@@ -3143,7 +3219,9 @@ def replacing(folder: Path, name: str) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
             yield Path(partial)
-            for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == "config.json"):
+            for file in sorted(
+                Path(partial).iterdir(), key=lambda file: file.name == "config.json"
+            ):
                 file.replace(folder / file.name)
     finally:
         if is_new and not any(folder.iterdir()):
@@ -3209,8 +3287,11 @@ class Method:
             layer = model.layers[i]
             layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
 
-    def build(self, model: Llama, settings: object, context: CacheContext, artifact: Artifact) -> list[Cache]:
-        """The caches of all layers. The model's weights change, once, if the method folds something."""
+    def build(
+        self, model: Llama, settings: object, context: CacheContext, artifact: Artifact
+    ) -> list[Cache]:
+        """The caches of all layers. The model's weights change, once, if the method folds
+        something."""
         if not model.is_folded:
             self.fold_all(model, settings, artifact)
             model.is_folded = self.fold is not None
@@ -3249,7 +3330,9 @@ METHODS = {
         random=random_elitekv,
         fold=fold_elitekv,
     ),
-    "loki": Method(LokiSettings, each_layer(LokiCache), fit="calibrate:fit_loki", tensors=loki_tensors),
+    "loki": Method(
+        LokiSettings, each_layer(LokiCache), fit="calibrate:fit_loki", tensors=loki_tensors
+    ),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache)),
     "fdc": Method(
         FdcSettings,

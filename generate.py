@@ -344,7 +344,9 @@ def render_chat(template: str, **variables) -> str:
     def strftime_now(form: str) -> str:
         return datetime.now().strftime(form)
 
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["raise_exception"] = raise_exception
     jinja.globals["strftime_now"] = strftime_now
@@ -408,11 +410,15 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     for message in chat:
         content = mark_control_tokens(message["content"], names, mark)
         messages.append(message | {"content": content})
-    text = render_chat(template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables)
+    text = render_chat(
+        template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables
+    )
     return tokenizer.encode_segments(split_control_tokens(text, names, mark), bos=False)
 
 
-def check_capacity(capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens") -> None:
+def check_capacity(
+    capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens"
+) -> None:
     """Raises UserError for more positions than the model was made for, with what to shorten."""
     most = min(c.max_positions, c.sliding_window or c.max_positions)
     if capacity > most:
@@ -572,7 +578,9 @@ class Engine:
 
     def _run_step(self) -> None:
         """What a graph captures: logits of the next position, and the likeliest tokens."""
-        logits = self.decode(self.model, self.tokens, self.pos, self.caches, self.layer_step, self.last_step)
+        logits = self.decode(
+            self.model, self.tokens, self.pos, self.caches, self.layer_step, self.last_step
+        )
         self.logits.copy_(logits)
         self.set_tokens(self.greedy(self.logits))
         self.pos += 1
@@ -1275,7 +1283,9 @@ class LLM:
             raise UserError("random weights have no tokenizer; give token ids")
         return self.tokenizer
 
-    def _prompt_ids(self, prompts: list[Prompt], max_new_tokens: int, follow: bool) -> list[list[int]]:
+    def _prompt_ids(
+        self, prompts: list[Prompt], max_new_tokens: int, follow: bool
+    ) -> list[list[int]]:
         """Steps 1 and 2, for all prompts of a call; it builds the engine where there is none.
 
         follow: with the ids that the rows hold before them."""
@@ -1696,7 +1706,9 @@ def fill_rows(items: list, rows: int) -> list:
     return [items[i % len(items)] for i in range(max(rows, len(items)))]
 
 
-def read_or_load(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]) -> None:
+def read_or_load(
+    llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]
+) -> None:
     """Reads or loads the prompts, with room for what comes after."""
     room = args.max_new_tokens
     if asks:

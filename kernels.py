@@ -1,28 +1,30 @@
-"""The operations of a decode step, a block each: a reference in PyTorch, its Triton kernel, and a wrapper.
+"""The operations of a decode step, a block each: a reference in PyTorch, its Triton kernel, and a
+wrapper.
 
-    block                   wrapper        what it does                                      used by
-    codes of a token        append         stores a new latent and value in codes            SALS
-    queries of blocks       block_queries  turns a query back by each block's rotation       SALS
-    scores                  scores         scores tokens by the leading dims of vectors      those that select
-    selection               select         sinks and the best-scored tokens                  those that select
-    attention over          attend         attends plain keys, latents, codes of channels    most
-    stored tokens           attend_rows    attends plain K and V, of which some are live     LRQK
-                            attend_logits  attends where the logits are there                H2O
-                            attend_latent  attends latents that all heads share              EliteKV
-                            attend_ragged  attends heads of unequal rank                     FDC
-    rows out of host memory fetch_rows     copies them to slots on the GPU                   LRQK
+    block              wrapper        what it does
+    codes of a token   append         stores a new latent and value in codes (SALS)
+    queries of blocks  block_queries  turns a query back by each block's rotation (SALS)
+    scores             scores         scores tokens by the leading dims of vectors
+    selection          select         the sinks and the best-scored tokens
+    attention          attend         attends plain keys, latents, codes of channels
+                       attend_rows    attends plain K and V, of which some are live (LRQK)
+                       attend_logits  attends where the logits are there (H2O)
+                       attend_latent  attends latents that all heads share (EliteKV)
+                       attend_ragged  attends heads of unequal rank (FDC)
+    fetching           fetch_rows     copies rows out of host memory to slots on the GPU (LRQK)
 
-A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for PyTorch, the
-truth that tests hold it to: NAME_reference, for append the stores, for other ways to attend a few lines.
-attend_ragged takes the kernel where its store has a table for it. launch_NAME checks and launches.
+A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for
+PyTorch, the truth that tests hold it to: NAME_reference, for append the stores, for other ways to
+attend a few lines. attend_ragged takes the kernel where its store has a table for it. launch_NAME
+checks and launches.
 
-To copy an operation, copy the header, which ends at the first block, and the operation's block (with
-attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of them to their
-references, and `-k compile` compiles them for GPUs that are not there.
+To copy an operation, copy the header, which ends at the first block, and the operation's block
+(with attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of
+them to their references, and `-k compile` compiles them for GPUs that are not there.
 
-B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head
-dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read it on the device, so
-that one CUDA graph serves every length.
+B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq /
+Hkv, D head dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read
+it on the device, so that one CUDA graph serves every length.
 """
 
 import functools
@@ -39,7 +41,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton import constexpr_function, jit  # the first: what runs in Python when a kernel is compiled
+
+    # the first: what runs in Python when a kernel is compiled
+    from triton import constexpr_function, jit
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
     triton, tl = None, SimpleNamespace(constexpr=None)  # for the kernels' annotations
     jit = constexpr_function = lambda function: function
@@ -78,8 +82,9 @@ def check_shape(name: str, x: Tensor, dtype: torch.dtype, *sizes: int) -> None:
 def check(**tensors: tuple) -> None:
     """Raises an error unless triton is installed and every tensor is one that a kernel can take.
 
-    A tensor is given as NAME=(tensor or None, dtype, *sizes): it must have this dtype and these sizes, be
-    contiguous, and lie on the device of the first one. None stands for a tensor that is left out."""
+    A tensor is given as NAME=(tensor or None, dtype, *sizes): it must have this dtype and these
+    sizes, be contiguous, and lie on the device of the first one. None stands for a tensor that is
+    left out."""
     if triton is None:
         raise RuntimeError("triton is not installed: use the PyTorch path")
     first_name = next(iter(tensors))
@@ -93,11 +98,12 @@ def check(**tensors: tuple) -> None:
 
 
 def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
-    """The strides of a store in vectors: from a row of the batch, a KV head or a token to the next one.
+    """The strides of a store in vectors: from a row of the batch, a KV head or a token to the next
+    one.
 
-    What is stored of a vector is given in parts, NAME=(view [B, H, S, *sizes] or None, dtype, *sizes). Raises
-    ValueError unless each vector's part is contiguous, begins at a multiple of its size, and has the same
-    strides as the other parts."""
+    What is stored of a vector is given in parts, NAME=(view [B, H, S, *sizes] or None, dtype,
+    *sizes). Raises ValueError unless each vector's part is contiguous, begins at a multiple of its
+    size, and has the same strides as the other parts."""
     strides_of = {}
     for name, (x, dtype, *sizes) in parts.items():
         if x is None:
@@ -150,11 +156,12 @@ def nvidia_generation(device: torch.device) -> int:
 
 
 def overlapped(device: torch.device) -> dict:
-    """Launch options with which a kernel begins before the kernel ahead of it has ended (programmatic
-    dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between two kernels.
+    """Launch options with which a kernel begins before the kernel ahead of it has ended
+    (programmatic dependent launch, NVIDIA GPUs from Hopper on). This hides most of the gap between
+    two kernels.
 
-    Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and before
-    `_let_next_begin`. It leaves that out where the next kernel's programs would pile up."""
+    Such a kernel calls `_wait_for_previous` before it reads or writes anything but weights, and
+    before `_let_next_begin`. It leaves that out where the next kernel's programs would pile up."""
     if nvidia_generation(device) >= 9:
         return {"launch_pdl": True}
     return {}
@@ -182,23 +189,26 @@ def _let_next_begin():
 
 @jit
 def _nearest(x):
-    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 + 2**22, whose
-    bits are 0x4B400000, the fp32 numbers are the integers."""
+    """The int32 nearest to x, |x| < 2**22. Ties go to even, as in torch.round. Around 2**23 +
+    2**22, whose bits are 0x4B400000, the fp32 numbers are the integers."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
-# ------------------------------------------------------------------------------------------ codes of a token
+# --------------------------------------------------------------------------------- codes of a token
 # Two formats of codes (ours), each with one scale a vector.
 #
-# Spread codes are for a vector whose numbers spread like normal ones, such as a rotated value. A code of
+# Spread codes are for a vector whose numbers spread like normal ones, such as a rotated value. A
+# code of
 # `bits` bits stands for (2 code - top) scale, with top = 2**bits - 1.
 #
-# Mixed codes are for a latent, whose leading numbers matter most: int8 codes for these, and 4-bit codes for
-# the trailing ones. The sixteen 4-bit levels are -60, -52, .., 60, so they lie in the range of the int8
+# Mixed codes are for a latent, whose leading numbers matter most: int8 codes for these, and 4-bit
+# codes for
+# the trailing ones. The sixteen 4-bit levels are -60, -52, .., 60, so they lie in the range of the
+# int8
 # codes, and one scale serves both.
 
-# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean square
-# error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
+# The distance of neighbouring levels at which a uniform code of normal numbers has the least mean
+# square error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
 LEVELS_APART = {2: 0.9957, 4: 0.3352}
 
 
@@ -208,7 +218,8 @@ def four_bit_code(level):
 
 
 def four_bit_level(code_times_8):
-    """The level of a 4-bit code, from 8 times the code: of a byte's upper half that is one shift."""
+    """The level of a 4-bit code, from 8 times the code: of a byte's upper half that is one
+    shift."""
     return code_times_8 - 60
 
 
@@ -219,8 +230,8 @@ _four_bit_level = jit(four_bit_level)
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] of `bits` bits as bytes [..., n] uint8, n = D * bits / 8.
 
-    Byte j holds channels j, j + n, j + 2n, ... from its lowest bits up, so that unpacking gives contiguous
-    runs of channels."""
+    Byte j holds channels j, j + n, j + 2n, ... from its lowest bits up, so that unpacking gives
+    contiguous runs of channels."""
     planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1))  # [..., 8 / bits, n]
     packed = planes[..., 0, :]
     for i in range(1, 8 // bits):
@@ -238,16 +249,18 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def as_fp16(x: Tensor) -> Tensor:
-    """x in fp16, really rounded. Inductor drops the two casts of x.half().float(), so a scale would be used
-    unrounded where it is compiled; it does not drop a bitwise operation on whole numbers."""
+    """x in fp16, really rounded. Inductor drops the two casts of x.half().float(), so a scale would
+    be used unrounded where it is compiled; it does not drop a bitwise operation on whole
+    numbers."""
     return (x.half().view(torch.int16) & -1).view(torch.float16)
 
 
 def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Spread codes of vectors x [..., D] (ours): codes [..., D * bits / 8] uint8 (`pack`), scales [...] fp16.
+    """Spread codes of vectors x [..., D] (ours): codes [..., D * bits / 8] uint8 (`pack`), scales
+    [...] fp16.
 
-    The step between levels is the best one for normal numbers of the vector's mean square. The scale is then
-    set so that x . decoded = x . x, as RaBitQ does (arXiv 2405.12497)."""
+    The step between levels is the best one for normal numbers of the vector's mean square. The
+    scale is then set so that x . decoded = x . x, as RaBitQ does (arXiv 2405.12497)."""
     x = x.float()
     top = 2**bits - 1
     deviation = x.square().mean(-1, keepdim=True).sqrt()
@@ -258,18 +271,23 @@ def quantize_spread(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return pack(codes, bits), as_fp16(scale)
 
 
-def quantize_int8(x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes * scale."""
+def quantize_int8(
+    x: Tensor, dims: tuple[int, ...] = (-1,), dtype=torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 codes of x and their scale, one for all numbers along dims: x = codes *
+    scale."""
     scale = (x.float().abs().amax(dims, keepdim=True) / 127).to(dtype)
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
 def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed codes of vectors x [..., D] (ours), of which the first `lead` numbers lead: int8 [..., lead];
-    scales [...] fp32; and 4-bit codes of the others, [..., (D - lead) / 2] uint8 (`pack`).
+    """Mixed codes of vectors x [..., D] (ours), of which the first `lead` numbers lead: int8
+    [..., lead]; scales [...] fp32; and 4-bit codes of the others, [..., (D - lead) / 2] uint8
+    (`pack`).
 
-    The leading numbers need the scale largest / 127, the trailing ones the scale at which neighbouring 4-bit
-    levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of the two serves both."""
+    The leading numbers need the scale largest / 127, the trailing ones the scale at which
+    neighbouring 4-bit levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of
+    the two serves both."""
     leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
     scale_for_leading = leading.abs().amax(-1) / 127
     scale_for_trailing = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
@@ -288,7 +306,8 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor
 
 @jit
 def _append_kernel(
-    latent_p,  # [B, LEAD + 2 REST], each row of the batch `latent_stride` numbers after the one before
+    # [B, LEAD + 2 REST], each row of the batch `latent_stride` numbers after the one before
+    latent_p,
     v_p,  # [B, Hkv, D], each row `v_stride` numbers after the one before
     latent_stride,
     v_stride,
@@ -306,7 +325,8 @@ def _append_kernel(
     REST: tl.constexpr,  # bytes of its trailing dims, two in a byte
     BITS: tl.constexpr,  # of a value's code
 ):
-    """Stores the codes of one new token of each row, as quantize_mixed and quantize_spread make them.
+    """Stores the codes of one new token of each row, as quantize_mixed and quantize_spread make
+    them.
 
     A program has the value of one KV head; the last program of a row has the latent."""
     _wait_for_previous()
@@ -338,7 +358,8 @@ def _append_kernel(
         tl.store(rest_p + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
         tl.store(latent_scale_p + token, scale)
     else:
-        # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each byte
+        # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each
+        # byte
         TOP: tl.constexpr = 2.0**BITS - 1
         BYTES: tl.constexpr = D * BITS // 8
         plane = tl.arange(0, 8 // BITS)[:, None]
@@ -372,11 +393,12 @@ def launch_append(
     codes: Tensor,
     scale: Tensor,
 ) -> None:
-    """Writes the codes of latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any stride apart,
-    at positions pos [B] int32.
+    """Writes the codes of latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any
+    stride apart, at positions pos [B] int32.
 
-    The latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest [B, 1, S, (r - r*) / 2]
-    uint8; v goes to codes [B, S, Hkv, D * bits / 8] uint8 and scale [B, S, Hkv] fp16."""
+    The latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest
+    [B, 1, S, (r - r*) / 2] uint8; v goes to codes [B, S, Hkv, D * bits / 8] uint8 and scale
+    [B, S, Hkv] fp16."""
     B, Hkv, D = v.shape
     S, LEAD = lead.shape[2:]
     REST = rest.shape[3]
@@ -386,7 +408,10 @@ def launch_append(
     check_shape("v", v, v.dtype, B, Hkv, D)
     need(latent[0].is_contiguous(), "a row of latent must be contiguous")
     need(v[0].is_contiguous(), "a row of v must be contiguous")
-    need(bits in (2, 4) and BYTES * 8 == bits * D, f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits")
+    need(
+        bits in (2, 4) and BYTES * 8 == bits * D,
+        f"{BYTES} bytes are no codes of {D} values in 2 or 4 bits",
+    )
     check(
         pos=(pos, torch.int32, B),
         lead=(lead, torch.int8, B, 1, S, LEAD),
@@ -419,8 +444,8 @@ def launch_append(
 
 
 def append(pos: Tensor, latents, latent: Tensor, values, v: Tensor, *, kernel: bool) -> None:
-    """Writes one new token of each row, at positions pos [B]: its latent [B, r] to a store of mixed codes,
-    and its values v [B, Hkv, D] to a store of spread codes that lie by token."""
+    """Writes one new token of each row, at positions pos [B]: its latent [B, r] to a store of mixed
+    codes, and its values v [B, Hkv, D] to a store of spread codes that lie by token."""
     if not kernel:
         latents.write_token(pos, latent[:, None])
         values.write_token(pos, v)
@@ -439,12 +464,12 @@ def append(pos: Tensor, latents, latent: Tensor, values, v: Tensor, *, kernel: b
     )
 
 
-# ---------------------------------------------------------------------------------------- queries of blocks
+# -------------------------------------------------------------------------------- queries of blocks
 
 
-# Scores of keys after RoPE would need each key rotated. Instead a query is rotated back by a token's
-# position, since q . RoPE_j(k) = RoPE_-j(q) . k. Neighbouring tokens share one such query: that of their
-# block, turned back by the block's mean rotation, and projected to the latent space.
+# Scores of keys after RoPE would need each key rotated. Instead a query is rotated back by a
+# token's position, since q . RoPE_j(k) = RoPE_-j(q) . k. Neighbouring tokens share one such query:
+# that of their block, turned back by the block's mean rotation, and projected to the latent space.
 
 
 def block_queries_reference(
@@ -467,8 +492,8 @@ def block_queries_reference(
 def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
     """q . RoPE(mean key), which the latents of centred keys lack (ours).
 
-    q [B, Hq, D] after RoPE; cos, sin [n, D/2] of n positions, or means over blocks of them; mean [Hkv*D]
-    -> [B, n, Hq] fp32."""
+    q [B, Hq, D] after RoPE; cos, sin [n, D/2] of n positions, or means over blocks of them; mean
+    [Hkv*D] -> [B, n, Hq] fp32."""
     D = q.shape[-1]
     mean_first, mean_second = mean.view(-1, 1, D).chunk(2, -1)  # [Hkv, 1, D/2] each
     Hkv = len(mean_first)
@@ -485,7 +510,8 @@ def _block_queries_kernel(
     sin_p,  # [n, D / 2] fp32
     basis_p,  # [Hkv, D, r*]
     mean_p,  # [Hkv, D] fp32
-    query_p,  # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
+    # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
+    query_p,
     query_scale_p,  # [B, n, Hkv, G] fp32, or None
     offset_p,  # [B, n, Hkv, G] fp32
     B,
@@ -496,7 +522,8 @@ def _block_queries_kernel(
     T: tl.constexpr,  # rows (of B * n * G) of a program
     RB: tl.constexpr,  # ranks of a program
 ):
-    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each block.
+    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each
+    block.
 
     A program has T of the B * n * G queries of a KV head, and RB of the r* ranks."""
     h = tl.program_id(1).to(tl.int64)
@@ -552,8 +579,8 @@ def _block_queries_kernel(
 def empty_block_queries(
     q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for what launch_block_queries gives: queries, their scales (of size 0 if they are not
-    coded), and what the mean key adds."""
+    """Empty tensors for what launch_block_queries gives: queries, their scales (of size 0 if they
+    are not coded), and what the mean key adds."""
     B, Hq, _ = q.shape
     n = len(cos)
     r_score = basis.shape[1]
@@ -588,11 +615,13 @@ def launch_block_queries(
     G = Hq // Hkv
     rows = B * n * G
 
-    # Codes need all ranks in a program, for their largest number. Else a part of the basis has 16 KB at most.
+    # Codes need all ranks in a program, for their largest number. Else a part of the basis has 16
+    # KB at most.
     RB = power2(r_score, 16)
     if not coded:
         RB = min(RB, 64 if q.element_size() == 4 else 128)
-    # As many rows as a tensor core's tile takes well, but at least a program for each multiprocessor
+    # As many rows as a tensor core's tile takes well, but at least a program for each
+    # multiprocessor
     T = min(64, power2(rows, 16))
     if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
         T = max(16, T // 2)
@@ -619,7 +648,8 @@ def launch_block_queries(
 
 
 def takes_codes(q: Tensor, r_score: int) -> bool:
-    """Whether queries q [.., N, *] may be int8 codes of r* numbers: programs must have all ranks."""
+    """Whether queries q [.., N, *] may be int8 codes of r* numbers: programs must have all
+    ranks."""
     _, RB, *_ = scores_config(power2(q.shape[-2], 8), r_score, 1)
     return q.element_size() == 2 and r_score <= min(RB, 256)
 
@@ -627,53 +657,72 @@ def takes_codes(q: Tensor, r_score: int) -> bool:
 def block_queries(
     q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool, kernel: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds to logits.
+    """Queries in the latent space, one for each of n blocks of tokens, and what the mean key adds
+    to logits.
 
-    q [B, Hq, D] after RoPE is turned back by each block's rotation, cos and sin [n, D/2] fp32 (ours: the
-    paper scores without RoPE). Gives three tensors:
-        queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, [B, n, Hq, r*]
+    q [B, Hq, D] after RoPE is turned back by each block's rotation, cos and sin [n, D/2] fp32
+    (ours: the paper scores without RoPE). Gives three tensors:
+        queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, [B,
+                     n, Hq, r*]
         query_scale  None
         offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32
-    Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the queries,
-    [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_split_queries)."""
+    Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the
+    queries, [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_split_queries)."""
     if not kernel:
         return block_queries_reference(q, cos, sin, basis, mean)
     coded = coded and takes_codes(q, basis.shape[1])
-    queries, query_scale, offset = launch_block_queries(q.contiguous(), cos, sin, basis, mean, coded)
+    queries, query_scale, offset = launch_block_queries(
+        q.contiguous(), cos, sin, basis, mean, coded
+    )
     return queries, query_scale if coded else None, offset
 
 
-# ---------------------------------------------------------------------------------------------------- scores
+# ------------------------------------------------------------------------------------------- scores
 
 
-def token_logits(q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None, block: int = 0) -> Tensor:
-    """q . vector of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many; vectors
-    [B, H, S, >= d]; vector_scale [B, H, S]: of vectors that are codes -> [B, H, N, S] fp32."""
+def token_logits(
+    q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None, block: int = 0
+) -> Tensor:
+    """q . vector of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many;
+    vectors [B, H, S, >= d]; vector_scale [B, H, S]: of vectors that are codes -> [B, H, N, S]
+    fp32."""
     vectors = vectors[..., : q.shape[-1]]
     if vector_scale is not None:  # sums of products with codes can exceed fp16's range
         q, vector_scale, vectors = q * 2**-7, vector_scale * 128, vectors.to(q.dtype)
     if block:
         n = q.shape[1] - 1  # whole blocks, and the last one
-        whole = vectors[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)  # [B, n, H, block, d]
-        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)  # [B, H, N, n * block]
-        logits = torch.cat((whole, matmul_codes(q[:, n], vectors[:, :, n * block :].mT)), -1).float()
+        # [B, n, H, block, d]
+        whole = vectors[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)
+        # [B, H, N, n * block]
+        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)
+        logits = torch.cat(
+            (whole, matmul_codes(q[:, n], vectors[:, :, n * block :].mT)), -1
+        ).float()
     else:
         logits = matmul_codes(q, vectors.mT).float()
     return logits if vector_scale is None else logits * vector_scale[:, :, None]
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
-    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which ranks
-    small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if not live."""
+    """The logarithm of the largest attention weight that any of a KV head's G queries gives, which
+    ranks small weights, too: logits [B, Hkv, G, N], live [B, N] bool -> [B, Hkv, N] fp32, -inf if
+    not live."""
     dead = ~live[:, None, None]
     logits = logits.float().masked_fill(dead, -torch.inf)
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
 
 
 def scores_reference(
-    q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    rule: str,
+    block: int = 0,
+    offset: Tensor | None = None,
+    run: int = 1,
+) -> Tensor:
     """What scores says, in PyTorch, of queries [B, H, N, d] or [B, n, H, N, d]."""
     tokens = torch.arange(vectors.shape[2], device=pos.device)
     live = tokens <= pos[:, None]  # [B, S]
@@ -688,8 +737,8 @@ def scores_reference(
 
 @jit
 def _split_queries(x):
-    """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a query's largest
-    number. high and low are int8."""
+    """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a query's
+    largest number. high and low are int8."""
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     x = x.to(tl.float32) * (127 / tl.maximum(largest, 1e-30))[:, None]
     rest = x - ((x + 12582912.0) - 12582912.0)  # x - _nearest(x), without a conversion back to fp32
@@ -709,23 +758,27 @@ def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
         RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
         return 128 if RB <= 256 else 64, RB, 4, 3 if RB < 256 else 2, 2 * SMS
     RB = min(power2(r_score, 16), 64)
-    T = max(16, min(256, 8192 // RB, 4096 // HP))  # if possible, at most 16 KB of vectors and of logits
+    # if possible, at most 16 KB of vectors and of logits
+    T = max(16, min(256, 8192 // RB, 4096 // HP))
     return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
 
 
 @jit
 def _scores_kernel(
-    query_p,  # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]; with scales int8 [2, ...], high and low
+    # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]; with scales int8 [2, ...], high and low
+    query_p,
     query_scale_p,  # [B, blocks, H, N] fp32, or None
     vectors_p,  # [B, H, S, r] of the queries' dtype, or int8
     vector_scale_p,  # [B, H, S] fp32; None: vectors are not int8
     offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
     pos_p,  # [B] int32
-    kept_p,  # softmax: exp2(logit - top) [B, H, S, NP] fp8 (e5m2) or fp32; else logits [B, H, N, S] fp32
+    # softmax: exp2(logit - top) [B, H, S, NP] fp8 (e5m2) or fp32; else logits [B, H, N, S] fp32
+    kept_p,
     tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
     max_p,  # tops of splits [B, H, splits, NP] fp32
     sum_p,  # sums of splits [B, H, splits, NP] fp32
-    query_steps,  # numbers between queries of two rows of the batch, blocks and heads, and from high to low
+    # numbers between queries of two rows of the batch, blocks and heads, and from high to low
+    query_steps,
     steps,  # vectors between two rows of the batch, two heads and two tokens
     S,
     tiles,
@@ -742,11 +795,13 @@ def _scores_kernel(
     STAGES: tl.constexpr,  # tiles in flight
     ONE_RUN: tl.constexpr,  # does a tile lie in one run?
 ):
-    """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under rule each.
+    """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under
+    rule each.
 
-    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: a reference not
-    far from it) and the sum of exp2(logit - maximum). Rule softmax stores exp2(logit - reference) in the
-    logits' place, and for each tile the reference, which rises where a weight would leave e5m2's range."""
+    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: a
+    reference not far from it) and the sum of exp2(logit - maximum). Rule softmax stores exp2(logit
+    - reference) in the logits' place, and for each tile the reference, which rises where a weight
+    would leave e5m2's range."""
     _wait_for_previous()
     split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -760,14 +815,18 @@ def _scores_kernel(
     query_row = b * query_steps[0] + h * query_steps[2]
     query_mask = (n < N)[:, None] & (dims < r_score)
     # Int8 vectors are multiplied as they are, by queries that are split, too.
-    SPLIT: tl.constexpr = vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    SPLIT: tl.constexpr = (
+        vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
+    )
     if NR == 1 and per_block is None:
         query_at = query_p + query_row + n[:, None] * r_score + dims
         query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
-    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs one reference.
+    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs one
+    # reference.
     top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
     total = tl.zeros([T, NP], tl.float32)
-    # Because the loop names its stages, loads of scales, which no product takes, are in flight, too.
+    # Because the loop names its stages, loads of scales, which no product takes, are in flight,
+    # too.
     for tile in tl.range(first, stop, num_stages=STAGES):
         tile_row = query_row
         if per_block is not None:
@@ -786,7 +845,9 @@ def _scores_kernel(
             if query_scale_p is not None:
                 query = tl.load(query_at, mask=query_mask, other=0)
                 low = tl.load(query_at + query_steps[3], mask=query_mask, other=0)
-                query_scale = tl.load(query_scale_p + tile_row // r_score + n, mask=n < N, other=0.0)
+                query_scale = tl.load(
+                    query_scale_p + tile_row // r_score + n, mask=n < N, other=0.0
+                )
             elif per_block is not None:
                 query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
             if SPLIT:
@@ -801,8 +862,11 @@ def _scores_kernel(
                 inside = dims + i < r_score
                 vector_tile = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
                 part = tl.load(query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                logits = tl.dot(vector_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee")
-        # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it does.
+                logits = tl.dot(
+                    vector_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee"
+                )
+        # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it
+        # does.
         if (per_block is not None and ONE_RUN) or tile < stop:
             logits *= vector_scale
             if offset_p is not None:
@@ -810,7 +874,9 @@ def _scores_kernel(
                     offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
                     offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
                 else:
-                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[None, :]
+                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[
+                        None, :
+                    ]
                     some = live[:, None] & (n < N)[None, :]
                     offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
                 logits += offset * scale
@@ -856,8 +922,9 @@ def _reduce_scores_kernel(
     SP: tl.constexpr,  # splits, padded
     RULE: tl.constexpr,
 ):
-    """Stores scores from the softmax of each query's logits over the tokens. Rule softmax sums it over the
-    queries, rule largest takes the largest of its logarithms. Beyond pos scores are -inf."""
+    """Stores scores from the softmax of each query's logits over the tokens. Rule softmax sums it
+    over the queries, rule largest takes the largest of its logarithms. Beyond pos scores are
+    -inf."""
     _wait_for_previous()
     _let_next_begin()
     h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
@@ -869,7 +936,8 @@ def _reduce_scores_kernel(
     totals = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
     top = tl.maximum(tl.max(tops, 0), -1e30)
     total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
-    # Softmax's weights are not loaded ahead: from shared memory a thread would get only a few bytes at once.
+    # Softmax's weights are not loaded ahead: from shared memory a thread would get only a few bytes
+    # at once.
     STAGES: tl.constexpr = 1 if RULE == "softmax" else 3
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
@@ -887,37 +955,55 @@ def _reduce_scores_kernel(
             kept = tl.load(kept_at, mask=some[:, None] & (tokens < S)[None, :], other=float("-inf"))
             score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
             score *= 0.6931471805599453  # ln 2
-        tl.store(out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S)
+        tl.store(
+            out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S
+        )
 
 
 @functools.lru_cache
 def tiles_a_program(tiles: int, rows: int, programs: int) -> int:
-    """How many of a row's tiles a program takes, if so many programs run at a time: each wave of them lasts
-    as long as its tiles, and one more to begin."""
+    """How many of a row's tiles a program takes, if so many programs run at a time: each wave of
+    them lasts as long as its tiles, and one more to begin."""
     return min(range(1, tiles + 1), key=lambda n: cdiv(cdiv(tiles, n) * rows, programs) * (n + 1))
 
 
 @operator(
     lambda queries, vectors, vector_scale, pos, scale, rule, *_, **more: vectors.new_empty(
-        (len(vectors), vectors.shape[1] * (queries.shape[-2] if rule == "each" else 1), vectors.shape[2]),
+        (
+            len(vectors),
+            vectors.shape[1] * (queries.shape[-2] if rule == "each" else 1),
+            vectors.shape[2],
+        ),
         dtype=torch.float32,
     )
 )
 def launch_scores(
-    queries: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1, query_scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], in codes [2, B, n, H, N, r*],
-    and block is a multiple of 16. vectors [B, H, S, r] are a view (check_store). Rule each gives
-    [B, H * N, S]."""
+    queries: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    rule: str,
+    block: int = 0,
+    offset: Tensor | None = None,
+    run: int = 1,
+    query_scale: Tensor | None = None,
+) -> Tensor:
+    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], in codes
+    [2, B, n, H, N, r*], and block is a multiple of 16. vectors [B, H, S, r] are a view
+    (check_store). Rule each gives [B, H * N, S]."""
     *_, H, N, r_score = queries.shape
     (B, _, S, r), coded = vectors.shape, query_scale is not None
     first = queries[0] if coded else queries
     blocks, fits = tuple(first.shape[1:-3]), len(first) == B and r_score <= r
     need(fits, f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}")
     need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
-    need(blocks == ((cdiv(S, block),) if block else ()), f"no queries for blocks of {block} of {S} tokens")
-    need(block % 16 == 0, f"block is {block}, not a multiple of 16")  # else a tile would lie in two blocks
+    need(
+        blocks == ((cdiv(S, block),) if block else ()),
+        f"no queries for blocks of {block} of {S} tokens",
+    )
+    # else a tile would lie in two blocks
+    need(block % 16 == 0, f"block is {block}, not a multiple of 16")
     dtype = queries.dtype if vector_scale is None else torch.int8
     stored = {"vectors": (vectors, dtype, r), "scale of vectors": (vector_scale, torch.float32)}
     steps = check_store(B, H, S, **stored)
@@ -928,54 +1014,104 @@ def launch_scores(
     query_steps = (first.stride(0), H * N * r_score, N * r_score, queries.stride(0))
     rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
     NP, soft = power2(N, 8), rule == "softmax"
-    T, RB, warps, stages, programs = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
-    need(not coded or RB >= r_score and dtype == torch.int8, "queries in codes do not fit the vectors")
+    T, RB, warps, stages, programs = scores_config(
+        NP, r_score, tile_itemsize(queries.dtype, vectors)
+    )
+    need(
+        not coded or RB >= r_score and dtype == torch.int8,
+        "queries in codes do not fit the vectors",
+    )
     if block:
         T = min(T, block & -block)  # a power of two that divides it
     tiles = cdiv(S, T)
     splits = cdiv(tiles, tiles_a_program(tiles, B * H, programs))
     empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
-    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret  # which rounds to e5m2 wrong
+    # which rounds to e5m2 wrong
+    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret
     kept_dtype = torch.float32 if exact else torch.float8_e5m2
     kept = empty(B, H, S, NP, dtype=kept_dtype) if soft else empty(B, H * N, S)
     tile_max = empty(B, H, tiles if soft else 0, NP)
     sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
     _scores_kernel[splits, H, B](
-        queries, query_scale, vectors, vector_scale, offset, pos, kept, *sums, query_steps, steps, S, tiles,
-        r_score, r, scale * (1 if rule == "each" else LOG2E), run, block // T if block else None, N,
-        cdiv(r_score, RB), T, RB, rule, stages, run % T == 0, num_warps=warps, num_stages=stages,
+        queries,
+        query_scale,
+        vectors,
+        vector_scale,
+        offset,
+        pos,
+        kept,
+        *sums,
+        query_steps,
+        steps,
+        S,
+        tiles,
+        r_score,
+        r,
+        scale * (1 if rule == "each" else LOG2E),
+        run,
+        block // T if block else None,
+        N,
+        cdiv(r_score, RB),
+        T,
+        RB,
+        rule,
+        stages,
+        run % T == 0,
+        num_warps=warps,
+        num_stages=stages,
         **overlapped(vectors.device),
-    )  # fmt: skip
+    )
     if rule == "each":
         return kept
     out, T = empty(B, H, S), T if soft else 512
-    warps = max(2, min(4, power2(splits) * NP // 1024)) if soft else 4  # which hold the sums of all splits
+    # which hold the sums of all splits
+    warps = max(2, min(4, power2(splits) * NP // 1024)) if soft else 4
     _reduce_scores_kernel[min(cdiv(S, max(T, 256)), max(4, 16 * SMS // (B * H))), H, B](
-        kept, *sums, pos, out, S, splits, N, T, power2(splits), rule, num_warps=warps,
+        kept,
+        *sums,
+        pos,
+        out,
+        S,
+        splits,
+        N,
+        T,
+        power2(splits),
+        rule,
+        num_warps=warps,
         **overlapped(vectors.device),
-    )  # fmt: skip
+    )
     return out
 
 
 def scores(
-    q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str,
-    block: int = 0, offset: Tensor | None = None, run: int = 1, query_scale: Tensor | None = None, *,
-    kernel: bool
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    rule: str,
+    block: int = 0,
+    offset: Tensor | None = None,
+    run: int = 1,
+    query_scale: Tensor | None = None,
+    *,
+    kernel: bool,
+) -> Tensor:
     """Scores the tokens up to pos by the leading d numbers of what is stored of each.
 
-    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens, perhaps in codes with
-    query_scale (block_queries). vectors [B, H, S, >= d] of any float dtype, or int8 codes with vector_scale
-    [B, H, S] fp32: a head of them serves N = Hq / H queries.
-    Logits are (q . vector + offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of
-    `run` tokens.
-    rule:
+    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens, perhaps in codes
+    with query_scale (block_queries). vectors [B, H, S, >= d] of any float dtype, or int8 codes with
+    vector_scale [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits are (q . vector +
+    offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of `run` tokens. rule:
         each     every query's logit -> [B, H, N, S]
-        softmax  the sum over a head's queries of their attention weights, each of which a kernel keeps in
+        softmax  the sum over a head's queries of their attention weights, each of which a kernel
+                 keeps in
                  fp8 (e5m2) unless q is fp32 -> [B, H, S]
         largest  the largest of these weights, as a logarithm -> [B, H, S]
     fp32, -inf beyond pos."""
-    q = q.unflatten(-2, (vectors.shape[1], -1)).to(vectors.dtype if vector_scale is None else q.dtype)
+    q = q.unflatten(-2, (vectors.shape[1], -1)).to(
+        vectors.dtype if vector_scale is None else q.dtype
+    )
     if not (kernel and block % 16 == 0):
         return scores_reference(q, vectors, vector_scale, pos, scale, rule, block, offset, run)
     given = vectors, vector_scale, pos.int(), scale, rule, block, offset, run, query_scale
@@ -983,12 +1119,15 @@ def scores(
     return made.unflatten(1, q.shape[-3:-1]) if rule == "each" else made
 
 
-# -------------------------------------------------------------------------------------------------- selection
-# A key is a score as an int32 number of the same order. The y best keys are those that reach a threshold. A
+# ---------------------------------------------------------------------------------------- selection
+# A key is a score as an int32 number of the same order. The y best keys are those that reach a
+# threshold. A
 # search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi.
 
 
-def select_reference(scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None) -> Tensor:
+def select_reference(
+    scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None
+) -> Tensor:
     """What select says, in PyTorch, without the recent tokens."""
     S = scores.shape[-1]
     tokens = torch.arange(S, device=scores.device)
@@ -1019,7 +1158,8 @@ def _load_keys(scores_p, j, S, x, last):
 
 @jit
 def _reach(keys, row, left, right):
-    """How many keys reach left, and how many reach right >= left. keys is a tile; None: the tiles of row."""
+    """How many keys reach left, and how many reach right >= left. keys is a tile; None: the tiles
+    of row."""
     if row is None:
         # Both counts in one sum, the second in the upper 16 bits: a tile has 2**15 keys at most
         both = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
@@ -1037,8 +1177,8 @@ def _reach(keys, row, left, right):
 
 @jit
 def _guesses(lo, hi, count_lo, count_hi, goal):
-    """Two numbers between lo and hi. One interpolates the counts to the goal. The other is the middle, so
-    that 32 steps are always enough."""
+    """Two numbers between lo and hi. One interpolates the counts to the goal. The other is the
+    middle, so that 32 steps are always enough."""
     # 64-bit scalars would double the latency of a step. fp32 is exact enough for a guess.
     share = (count_lo.to(tl.float32) - goal) / (count_lo - count_hi).to(tl.float32)
     guess = (lo.to(tl.float32) + (hi.to(tl.float32) - lo.to(tl.float32)) * share).to(tl.int32)
@@ -1049,8 +1189,8 @@ def _guesses(lo, hi, count_lo, count_hi, goal):
 
 @jit
 def _threshold(keys, row, least, most):
-    """lo, hi, count(keys >= hi) of a tile or row. The count lies in least..most; it is less if keys tie at
-    lo = hi - 1. If at most `most` keys are alive, lo = hi is below all of them."""
+    """lo, hi, count(keys >= hi) of a tile or row. The count lies in least..most; it is less if keys
+    tie at lo = hi - 1. If at most `most` keys are alive, lo = hi is below all of them."""
     count_lo, _ = _reach(keys, row, -2147483647, 2147483647)
     if row is None:
         lo = tl.min(tl.where(keys > -2147483648, keys, 2147483646))
@@ -1067,8 +1207,12 @@ def _threshold(keys, row, least, most):
         reach_left, reach_right = _reach(keys, row, left, right)
         is_above_left = reach_left > most  # the threshold is
         is_above_right = reach_right > most
-        count_hi = tl.where(is_above_right, count_hi, tl.where(is_above_left, reach_right, reach_left))
-        count_lo = tl.where(is_above_right, reach_right, tl.where(is_above_left, reach_left, count_lo))
+        count_hi = tl.where(
+            is_above_right, count_hi, tl.where(is_above_left, reach_right, reach_left)
+        )
+        count_lo = tl.where(
+            is_above_right, reach_right, tl.where(is_above_left, reach_left, count_lo)
+        )
         hi = tl.where(is_above_right, hi, tl.where(is_above_left, right, left))
         lo = tl.where(is_above_right, right, tl.where(is_above_left, left, lo))
     return lo, hi, count_hi
@@ -1076,8 +1220,8 @@ def _threshold(keys, row, least, most):
 
 @jit
 def _places(keep):
-    """Places 0, 1, .. of the kept numbers of a tile [C, R], row after row. A row lies in one thread, so only
-    C counts are summed across threads."""
+    """Places 0, 1, .. of the kept numbers of a tile [C, R], row after row. A row lies in one
+    thread, so only C counts are summed across threads."""
     keep = keep.to(tl.int32)
     counts = tl.sum(keep, 1)
     return (tl.cumsum(counts, 0) - counts)[:, None] + tl.cumsum(keep, 1) - 1
@@ -1085,8 +1229,8 @@ def _places(keep):
 
 @jit
 def _store_kept(out_p, keys, index, lo, hi, spare):
-    """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo -> how many it
-    stored, and how many of these equal lo."""
+    """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo ->
+    how many it stored, and how many of these equal lo."""
     keep, tied = keys >= hi, keys < -2147483648
     if spare > 0:
         tied = keys == lo
@@ -1100,8 +1244,8 @@ def _store_kept(out_p, keys, index, lo, hi, spare):
 def _tile_of(N: tl.constexpr, C: tl.constexpr):
     """0 .. N - 1 as a tile [C, N / C], neighbours in a column.
 
-    With the hint a thread loads one number at a time, as it stores them. Without it all pointers would move
-    through shared memory."""
+    With the hint a thread loads one number at a time, as it stores them. Without it all pointers
+    would move through shared memory."""
     i = tl.arange(0, C)[:, None] + tl.arange(0, N // C)[None, :] * C
     return tl.max_contiguous(i, [1, 1])
 
@@ -1122,8 +1266,8 @@ def _survivors_kernel(
     C: tl.constexpr,  # rows of its tile
     CAP: tl.constexpr,
 ):
-    """Keeps the best `least` to CAP tokens of a chunk. Stores their keys, followed by dead ones, their index,
-    and the cut: all keys that are dropped lie below it."""
+    """Keeps the best `least` to CAP tokens of a chunk. Stores their keys, followed by dead ones,
+    their index, and the cut: all keys that are dropped lie below it."""
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(1).to(tl.int64)
@@ -1165,8 +1309,8 @@ def _select_kernel(
     XP: tl.constexpr,  # x, padded
     YP: tl.constexpr,  # y, padded
 ):
-    """Stores the sinks 0 .. x - 1, and the y tokens of x .. pos - z with the best scores; -1 if there are
-    fewer."""
+    """Stores the sinks 0 .. x - 1, and the y tokens of x .. pos - z with the best scores; -1 if
+    there are fewer."""
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
@@ -1225,14 +1369,17 @@ def empty_selection(
 def launch_select(
     scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
 ) -> Tensor:
-    """scores [B, S] -> index [B, x + y]. Of equal scores at the threshold any may be chosen. Choice and order
-    are the same in every run.
+    """scores [B, S] -> index [B, x + y]. Of equal scores at the threshold any may be chosen. Choice
+    and order are the same in every run.
 
-    A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y, and a program
-    for each row selects among them. If a chunk dropped one too many, it passes over all tokens."""
+    A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y, and
+    a program for each row selects among them. If a chunk dropped one too many, it passes over all
+    tokens."""
     need(scores.ndim == 2, f"scores must be [B, S], not {list(scores.shape)}")
     B, S = scores.shape
-    need(min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1")
+    need(
+        min(x, z) >= 0 and y >= 1, f"x {x} and z {z} must not be negative, y {y} must be at least 1"
+    )
     need(not select_passes(S, y), f"{y} of {S} tokens are more than chunks can keep: use topk")
     check(
         pos=(pos, torch.int32, B),
@@ -1303,35 +1450,38 @@ class SelectChunks(NamedTuple):
 
 
 def select_chunks(S: int, y: int) -> SelectChunks | None:
-    """How `select` cuts a row of S scores to find the y best. None: one program takes the row whole, as S is
-    at most 4096, or chunks would keep too much."""
+    """How `select` cuts a row of S scores to find the y best. None: one program takes the row
+    whole, as S is at most 4096, or chunks would keep too much."""
     if S <= 4096:
         return None
-    for tokens in (1024, 2048):  # more tokens a chunk where the survivors of smaller ones are too many
+    # more tokens a chunk where the survivors of smaller ones are too many
+    for tokens in (1024, 2048):
         # Up to 32 chunks of so many tokens, then larger ones: up to 128 of 8192 tokens
         n_chunks = max(min(32, power2(cdiv(S, tokens))), power2(cdiv(S, 8192)))
         n_chunks = min(128, n_chunks)
         tokens_of_chunk = power2(cdiv(cdiv(S, 4), n_chunks) * 4)  # chunks interleave in runs of 4
 
-        # A chunk's part of y varies like a count of random hits, by its root: three deviations more survive
-        # at least, six at most, and a few more where the part is small.
+        # A chunk's part of y varies like a count of random hits, by its root: three deviations more
+        # survive at least, six at most, and a few more where the part is small.
         part = cdiv(y, n_chunks)
         least = part + int(3 * part**0.5) + 8
         most = power2(part + int(6 * part**0.5) + 16)
-        # A program holds its chunk, and later all survivors, in registers: 32768 keys are 32 a thread.
+        # A program holds its chunk, and later all survivors, in registers: 32768 keys are 32 a
+        # thread.
         if most < tokens_of_chunk and max(tokens_of_chunk, n_chunks * most) <= 32768:
             return SelectChunks(n_chunks, tokens_of_chunk, least, most)
     return None
 
 
 def select_passes(S: int, y: int) -> bool:
-    """Whether the kernel would have to pass over such a row many times, as no chunks fit: topk is faster."""
+    """Whether the kernel would have to pass over such a row many times, as no chunks fit: topk is
+    faster."""
     return S > 8192 and select_chunks(S, y) is None
 
 
 def select_config(N: int, chunk: bool = False) -> tuple[int, int]:
-    """(rows of a tile of N keys, warps). A thread has one row. A chunk takes more warps: it is searched less,
-    so loads weigh more."""
+    """(rows of a tile of N keys, warps). A thread has one row. A chunk takes more warps: it is
+    searched less, so loads weigh more."""
     keys_a_warp = 256 if chunk else 512
     warps = max(4, min(32, N // keys_a_warp))
     return min(N, 32 * warps), warps
@@ -1346,19 +1496,22 @@ def select(
     *,
     kernel: bool,
 ) -> Tensor:
-    """The tokens of a budget: its n_sinks first ones, and of those between these and the n_recent last ones
-    the n_selected best. With `recent` the last ones, too.
+    """The tokens of a budget: its n_sinks first ones, and of those between these and the n_recent
+    last ones the n_selected best. With `recent` the last ones, too.
 
-    scores [B, Hkv or 1, G or 1, S] fp32, of which -inf and NaN are never chosen; pos [B] -> an index
-    [B, Hkv or 1, G or 1, n] int32, -1 where there is no such token. The sinks come first, then the selected
-    ones, not sorted, then the recent ones. wanted [B]: how many are selected in each row; None: all."""
+    scores [B, Hkv or 1, G or 1, S] fp32, of which -inf and NaN are never chosen; pos [B] -> an
+    index [B, Hkv or 1, G or 1, n] int32, -1 where there is no such token. The sinks come first,
+    then the selected ones, not sorted, then the recent ones. wanted [B]: how many are selected in
+    each row; None: all."""
     n_sinks, n_selected, n_recent = budget
     S = scores.shape[-1]
     if kernel and n_selected and not select_passes(S, n_selected):
         sets = scores.shape[1:-1].numel()  # each is a row of its own
         pos_of_set = pos.int().repeat_interleave(sets)
         wanted_of_set = None if wanted is None else wanted.int().repeat_interleave(sets)
-        index = launch_select(scores.flatten(0, -2), pos_of_set, n_sinks, n_selected, n_recent, wanted_of_set)
+        index = launch_select(
+            scores.flatten(0, -2), pos_of_set, n_sinks, n_selected, n_recent, wanted_of_set
+        )
         index = index.unflatten(0, scores.shape[:-1])
     else:
         index = select_reference(scores, pos, n_sinks, n_selected, n_recent, wanted)
@@ -1369,20 +1522,27 @@ def select(
     return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
-# ------------------------------------------------------------------------------ attention over stored tokens
-# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * steps[0] +
-# h * steps[1] + token * steps[2] (check_store). A format of keys is two functions. QUERIES prepares a group's
-# queries once. LOGITS multiplies them with the keys of a tile of tokens, and returns logits and keys. What a
-# format stores is one tuple, `keys` or `values`, since formats differ in it. Every other argument of a kernel
+# --------------------------------------------------------------------- attention over stored tokens
+# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * steps[0]
+# +
+# h * steps[1] + token * steps[2] (check_store). A format of keys is two functions. QUERIES
+# prepares a group's
+# queries once. LOGITS multiplies them with the keys of a tile of tokens, and returns logits and
+# keys. What a
+# format stores is one tuple, `keys` or `values`, since formats differ in it. Every other argument
+# of a kernel
 # has a name.
 #
-# A plain flash-decode is here, too: read _attend_kernel with kind "plain", where QUERIES is _plain_queries,
+# A plain flash-decode is here, too: read _attend_kernel with kind "plain", where QUERIES is
+# _plain_queries,
 # LOGITS is _plain_logits and _values is _plain_values; then _attend_tile and _merge_kernel.
 
 
-def attend_plain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None) -> Tensor:
-    """Attention of one query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S] bool ->
-    [B, Hq, D]. A group's queries share K and V. scale None: 1 / sqrt(D)."""
+def attend_plain(
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention of one query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S]
+    bool -> [B, Hq, D]. A group's queries share K and V. scale None: 1 / sqrt(D)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
     live = live[:, None, None] if live.ndim == 2 else live[:, :, None]
@@ -1396,7 +1556,8 @@ def attend_plain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | N
 def attend_reference(
     q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact, scale: float
 ) -> Tensor:
-    """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the codes."""
+    """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the
+    codes."""
     Hkv, S = values.kernel_form()[0].shape[1:3]
     if index is not None:
         live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
@@ -1433,8 +1594,8 @@ class Packing(NamedTuple):
         ..
         plane       3     2     1     0     each has 64 channels: RUNS = 2 runs of RUN = 32
 
-    The channels of a GROUP share a minimum and a scale. A run lies in one group. If WIDTH is no power of 2, a
-    plane is one padded run over several groups. Plain V is one plane of D numbers."""
+    The channels of a GROUP share a minimum and a scale. A run lies in one group. If WIDTH is no
+    power of 2, a plane is one padded run over several groups. Plain V is one plane of D numbers."""
 
     BITS: int
     GROUP: int
@@ -1452,7 +1613,8 @@ def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
 
 
 def value_packing(D: int, bits: int, vector_scale: bool = False) -> Packing:
-    """Groups have 32 channels, or all of a narrow head or of a vector with one scale, as in compress.py."""
+    """Groups have 32 channels, or all of a narrow head or of a vector with one scale, as in
+    compress.py."""
     group, width = D if vector_scale else min(32, D), D * bits // 8
     need(bits in (2, 4, 16), f"bits must be 2, 4 or 16, not {bits}")
     if bits == 16:
@@ -1479,7 +1641,8 @@ class Shape(NamedTuple):
     WIDE: int = 0  # of them those of a first product, a power of two
     NARROW: int = 0  # of a second one, padded
     CODES: Packing | None = None  # of channels
-    EARLY: bool = False  # the softmax lies in a branch, always taken, so that the next loads come before it
+    # the softmax lies in a branch, always taken, so that the next loads come before it
+    EARLY: bool = False
 
 
 @jit
@@ -1489,18 +1652,24 @@ def _half_at(words, shift):
 
 @jit
 def _mantissas(words, plane, byte, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Codes out of words of four bytes as numbers 1 + code / 2**n, and how many codes 2**n a 1 stands for.
+    """Codes out of words of four bytes as numbers 1 + code / 2**n, and how many codes 2**n a 1
+    stands for.
 
-    This takes no conversions, which run at a quarter of the rate. A rotation brings a byte to the top of a
-    mantissa, and a mask leaves one code: n is 8 less the code's first bit. One rotation serves all codes of a
-    byte. The 1 stands for up to 256 codes, which costs sums 8 bits. These are too many for fp32, where each
-    code is rotated to the top by itself: n is BITS."""
+    This takes no conversions, which run at a quarter of the rate. A rotation brings a byte to the
+    top of a mantissa, and a mask leaves one code: n is 8 less the code's first bit. One rotation
+    serves all codes of a byte. The 1 stands for up to 256 codes, which costs sums 8 bits. These are
+    too many for fp32, where each code is rotated to the top by itself: n is BITS."""
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
     first = plane * BITS  # bit of a byte
-    turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31  # never 0; a rotation is one instruction
+    # never 0; a rotation is one instruction
+    turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31
     words = words.to(tl.uint32, bitcast=True)
-    words = ((words << turn) | (words >> (32 - turn))) & (((1 << BITS) - 1) << (23 - SPAN + first % SPAN))
-    return (words | 0x3F800000).to(tl.float32, bitcast=True), (1 << (SPAN - first % SPAN)).to(tl.float32)
+    words = ((words << turn) | (words >> (32 - turn))) & (
+        ((1 << BITS) - 1) << (23 - SPAN + first % SPAN)
+    )
+    return (words | 0x3F800000).to(tl.float32, bitcast=True), (1 << (SPAN - first % SPAN)).to(
+        tl.float32
+    )
 
 
 @jit
@@ -1516,15 +1685,15 @@ def _load_rope(rope_p, at, mask):
 
 @constexpr_function
 def _largest_sum(dtype):
-    """Sums of int8 products can exceed fp16's range. In fp16 the keys and their bias are divided by this, and
-    the query is multiplied by it."""
+    """Sums of int8 products can exceed fp16's range. In fp16 the keys and their bias are divided by
+    this, and the query is multiplied by it."""
     return 1024.0 if dtype == tl.float16 else 1.0
 
 
 @jit
 def _columns(PACKING: tl.constexpr):
-    """The channel of each column of an unpacked tile, and whether it exists, [C]. Columns go plane by plane,
-    and a plane is padded to a power of two."""
+    """The channel of each column of an unpacked tile, and whether it exists, [C]. Columns go plane
+    by plane, and a plane is padded to a power of two."""
     PLANE: tl.constexpr = PACKING.RUNS * PACKING.RUN
     column = tl.arange(0, PACKING.PLANES * PLANE)
     byte = column % PLANE
@@ -1540,13 +1709,14 @@ def rope_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them beside caches of a dtype."""
+    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them beside caches of a
+    dtype."""
     return torch.stack((cos, sin), -1).to(rope_dtype(dtype))
 
 
 def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
-    """basis [Hkv*D, r] -> [Hkv, DP, r], as attend takes it: dims c and c + D/2, a RoPE pair, become 2c and
-    2c + 1, and DP - D zero rows pad a head to a power of two."""
+    """basis [Hkv*D, r] -> [Hkv, DP, r], as attend takes it: dims c and c + D/2, a RoPE pair, become
+    2c and 2c + 1, and DP - D zero rows pad a head to a power of two."""
     heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
     paired = heads.transpose(1, 2).flatten(1, 2)
     padding = power2(paired.shape[1]) - paired.shape[1]
@@ -1600,11 +1770,17 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
     given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
     pairs = rope, rope_dtype(q.dtype), len(rope), D // 2, 2
     check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1), rope=pairs)
-    KB = ranks_at_once(r + 2 * width, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None)
+    KB = ranks_at_once(
+        r + 2 * width, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None
+    )
     KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
     held = KB >= r + 2 * width
     first = power2(width, 32) if width < 64 else power2(width + 1) // 2
-    split = {"REST": width, "WIDE": first, "NARROW": power2(width - first, 32) if width > first else 0}
+    split = {
+        "REST": width,
+        "WIDE": first,
+        "NARROW": power2(width - first, 32) if width > first else 0,
+    }
     words = rope if rope.dtype == f32 else rope.view(torch.int32)  # of two halves
     stores = (latent, scale, rest, basis, basis_scale, bias, words)
     return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
@@ -1613,20 +1789,24 @@ def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
 def roomy(device: torch.device) -> bool:
     """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
     cuda = device.type == "cuda"
-    return cuda and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+    return (
+        cuda
+        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
+    )
 
 
 def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
-    """How many ranks of latents a product takes. It takes all if the basis fits in shared memory, where it
-    then stays. Else it takes a line of memory, 128 bytes, and each tile loads the basis again."""
+    """How many ranks of latents a product takes. It takes all if the basis fits in shared memory,
+    where it then stays. Else it takes a line of memory, 128 bytes, and each tile loads the basis
+    again."""
     KB = power2(r, 32)
     return KB if KB * itemsize <= (512 if roomy else 256) else 128 // itemsize
 
 
 @jit
 def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries as columns [DP, GP], in the order of the basis (interleave_rope), and the basis [KB, DP] if
-    one product takes all ranks."""
+    """The queries as columns [DP, GP], in the order of the basis (interleave_rope), and the basis
+    [KB, DP] if one product takes all ranks."""
     _, _, _, basis_p, basis_scale_p, _, _ = keys
     d, dims = tl.arange(0, SHAPE.DP), tl.arange(0, SHAPE.KB)
     query = _load_queries(q_p, d // 2 + (d % 2) * (SHAPE.D // 2), d < SHAPE.D, SHAPE)
@@ -1661,7 +1841,8 @@ def _rest_basis(basis_p, h, byte, SHAPE: tl.constexpr):
 
 @jit
 def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
-    """k + the dims in 4 bits of a tile of latents times their basis: byte j holds dims j and j + REST."""
+    """k + the dims in 4 bits of a tile of latents times their basis: byte j holds dims j and j +
+    REST."""
     inside = live[:, None] & (byte < SHAPE.REST)[None, :]
     packed = tl.load(rest_p + vector[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
     low_basis, high_basis = basis
@@ -1673,8 +1854,9 @@ def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
 
 @jit
 def _latent_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and the basis
-    [Hkv, DP, r] are of q's dtype, or int8 with a scale a vector; a latent's last dims may lie in 4 bits."""
+    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and
+    the basis [Hkv, DP, r] are of q's dtype, or int8 with a scale a vector; a latent's last dims may
+    lie in 4 bits."""
     latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
     query, basis, wide, narrow = queries
     DP: tl.constexpr = SHAPE.DP
@@ -1695,20 +1877,29 @@ def _latent_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE
         if SHAPE.HELD:
             k = _add_rest(k, rest_p, vector, tl.arange(0, SHAPE.WIDE), live, wide, SHAPE)
             if SHAPE.NARROW > 0:
-                k = _add_rest(k, rest_p, vector, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE)
+                k = _add_rest(
+                    k, rest_p, vector, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE
+                )
         else:
             for start in range(0, SHAPE.REST, SHAPE.KB // 2):  # of a byte two dims
                 byte = start + tl.arange(0, SHAPE.KB // 2)
-                k = _add_rest(k, rest_p, vector, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE)
+                k = _add_rest(
+                    k, rest_p, vector, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE
+                )
     if INT8:
-        k = k.to(tl.float32) * (tl.load(latent_scale_p + vector, mask=live, other=0.0) / LARGE)[:, None]
+        k = (
+            k.to(tl.float32)
+            * (tl.load(latent_scale_p + vector, mask=live, other=0.0) / LARGE)[:, None]
+        )
     if bias_p is not None:
         k += (tl.load(bias_p + h * DP + d) / LARGE)[None, :]
     # The basis has RoPE pairs side by side, so that the halves of a pair lie in one thread.
     real = live[:, None] & (pair < HALF)[None, :]
     cos, sin = _load_rope(rope_p, token[:, None].to(tl.int64) * HALF + pair[None, :], real)
     x, y = tl.split(tl.reshape(k, [vector.shape[0], DP // 2, 2]))
-    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [vector.shape[0], DP]).to(query.dtype)
+    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [vector.shape[0], DP]).to(
+        query.dtype
+    )
     return tl.dot(k, query, input_precision="ieee") * scale, k
 
 
@@ -1725,7 +1916,8 @@ def _given_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE:
     logits_p, step_b, step_h, step_g = keys
     g = tl.arange(0, SHAPE.GP)[None, :]
     mask = live[:, None] & (g < SHAPE.G)
-    logits_p = logits_p + b * step_b + h * step_h  # one number: the compiler sees that places are neighbours
+    # one number: the compiler sees that places are neighbours
+    logits_p = logits_p + b * step_b + h * step_h
     logits = tl.load(logits_p + place[:, None] + g * step_g, mask=mask, other=0.0)
     return logits * scale, logits
 
@@ -1753,8 +1945,8 @@ def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys. 32 tokens in line are a group: they share a minimum and a scale of each
-    channel."""
+    """Logits [T, GP] of KIVI's keys. 32 tokens in line are a group: they share a minimum and a
+    scale of each channel."""
     codes_p, low_scale_p = keys
     CODES: tl.constexpr = SHAPE.CODES
     PLANES: tl.constexpr = CODES.PLANES
@@ -1769,7 +1961,10 @@ def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE:
     pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
     pairs = tl.reshape(pairs, [T // 32, 1, PLANES, WORDS, 4])
     words = tl.reshape(words, [T // 32, 32, 1, WORDS, 1])
-    plane, byte = tl.arange(0, PLANES)[None, None, :, None, None], tl.arange(0, 4)[None, None, None, None, :]
+    plane, byte = (
+        tl.arange(0, PLANES)[None, None, :, None, None],
+        tl.arange(0, 4)[None, None, None, None, :],
+    )
     codes, unit = _mantissas(words, plane, byte, CODES.BITS, query.dtype)
     step = _half_at(pairs, 16) * unit
     k = codes * step + (_half_at(pairs, 0) - step)
@@ -1785,7 +1980,8 @@ def _rank(table_p, row, h, Hkv):
 
 @jit
 def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP], d_qk, d_v, and the sums of ranks before K' and V'."""
+    """The queries of a group as columns [DP, GP], d_qk, d_v, and the sums of ranks before K' and
+    V'."""
     _, table_p, _, _, Hkv = keys
     d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv)
     query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(table_p, 1, h, Hkv)
@@ -1794,8 +1990,8 @@ def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
 
 @jit
 def _ragged_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V' [B, S, d_v]
-    of each head."""
+    """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V'
+    [B, S, d_v] of each head."""
     query, d_qk, d_v, before_k, before_v = queries
     packed_p, _, B, S, _ = keys
     d, token = tl.arange(0, SHAPE.DP)[None, :], token.to(tl.int64)[:, None]
@@ -1809,7 +2005,8 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
     **dict.fromkeys(("plain", "mla"), (plain_keys, _plain_queries, _plain_logits)),
     "latents": (latent_keys, _latent_queries, _latent_logits),
     "channels": (channel_keys, _channel_queries, _channel_logits),
-    "logits": (given_logits, _plain_queries, _given_logits),  # queries that nothing reads are not loaded
+    # queries that nothing reads are not loaded
+    "logits": (given_logits, _plain_queries, _given_logits),
 }
 
 
@@ -1817,18 +2014,24 @@ KEYS = {  # kind -> its check, QUERIES, LOGITS
 
 
 def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
-    """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum, scale) of
-    each group, or one scale a vector."""
+    """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum,
+    scale) of each group, or one scale a vector."""
     v, low_scale = (*values, None)[:2]
     width, paired = v.shape[3], low_scale is not None and low_scale.ndim == 5
     packing = value_packing(width * 8 // bits if bits < 16 else width, bits, not paired)
     need(bits == 16 or low_scale is not None, f"values of {bits} bits need low_scale")
     pairs = (packing.D // packing.GROUP, 2) if paired else ()
     stored = {"values": (v, q.dtype if bits == 16 else torch.uint8, width)}
-    steps = check_store(*v.shape[:3], **stored, **{"scale of values": (low_scale, torch.float16, *pairs)})
+    steps = check_store(
+        *v.shape[:3], **stored, **{"scale of values": (low_scale, torch.float16, *pairs)}
+    )
     if bits == 16:
         return (v, None), steps, packing
-    return (v.view(torch.int32), low_scale.view(torch.int32) if paired else low_scale), steps, packing
+    return (
+        (v.view(torch.int32), low_scale.view(torch.int32) if paired else low_scale),
+        steps,
+        packing,
+    )
 
 
 @jit
@@ -1841,8 +2044,8 @@ def _plain_values(v_p, vector, live, PACKING: tl.constexpr):
 
 @jit
 def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group]. With one
-    scale [..] a vector they mean (2 code - 2**bits + 1) scale."""
+    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group].
+    With one scale [..] a vector they mean (2 code - 2**bits + 1) scale."""
     BITS: tl.constexpr = PACKING.BITS
     PLANES: tl.constexpr = PACKING.PLANES
     WIDTH: tl.constexpr = PACKING.WIDTH
@@ -1851,9 +2054,9 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
     GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
     PAIRED: tl.constexpr = pairs_p.dtype.element_ty == tl.int32
     T: tl.constexpr = vector.shape[0]
-    # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as one word. A
-    # run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has one,
-    # [T, PLANES, 1, WORDS, 1].
+    # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as
+    # one word. A run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has
+    # one, [T, PLANES, 1, WORDS, 1].
     word = tl.arange(0, RUNS * WORDS)[None, :]
     code_at = codes_p + vector[:, None] * (WIDTH // 4) + word
     code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
@@ -1875,7 +2078,10 @@ def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: t
         pair_at = pairs_p + vector[:, None, None] * GROUPS + group[None, :, :]
         pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
     # 2. Decode.
-    plane, byte = tl.arange(0, PLANES)[None, :, None, None, None], tl.arange(0, 4)[None, None, None, None, :]
+    plane, byte = (
+        tl.arange(0, PLANES)[None, :, None, None, None],
+        tl.arange(0, 4)[None, None, None, None, :],
+    )
     code, unit = _mantissas(tl.reshape(code, [T, 1, RUNS, WORDS, 1]), plane, byte, BITS, dtype)
     if PAIRED:
         low, step = _half_at(pairs, 0), _half_at(pairs, 16)
@@ -1901,9 +2107,9 @@ def _values(values, k, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr)
 
 @jit
 def _attend_tile(logits, live, v, top, total, out):
-    """A step of online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total [T, GP],
-    out [C, GP] with this tile. total is summed over T at the end. With one query out is [T, C], and is summed
-    at the end, too."""
+    """A step of online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total
+    [T, GP], out [C, GP] with this tile. total is summed over T at the end. With one query out is
+    [T, C], and is summed at the end, too."""
     logits = tl.where(live[:, None], logits, -1e30)
     new_top = tl.maximum(top, tl.max(logits, 0))
     weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
@@ -1941,9 +2147,11 @@ def _attend_kernel(
     SHAPE: tl.constexpr,
     PACKING: tl.constexpr,  # of values
 ):
-    """out = softmax(scale q K^T) V over stored tokens, which are cut into splits, and an exact window.
+    """out = softmax(scale q K^T) V over stored tokens, which are cut into splits, and an exact
+    window.
 
-    A program takes the queries of a KV head. If each query head has its own index, it takes one query."""
+    A program takes the queries of a KV head. If each query head has its own index, it takes one
+    query."""
     _wait_for_previous()
     split, splits = tl.program_id(0), tl.num_programs(0)
     p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
@@ -1979,7 +2187,9 @@ def _attend_kernel(
                 slot = start + tl.arange(0, T)
                 live = (slot < z) & (slot <= pos)  # slots fill from the left
                 vector = (b * z + slot) * Hkv + h
-                logits, _ = _plain_logits(exact, exact_k, b, h, vector, slot, slot, live, scale, SHAPE)
+                logits, _ = _plain_logits(
+                    exact, exact_k, b, h, vector, slot, slot, live, scale, SHAPE
+                )
                 v = _plain_values(window_v_p, vector, live, PACKING)
                 top, total, out = _attend_tile(logits, live, v, top, total, out)
     # 4. The stored tokens.
@@ -2047,8 +2257,9 @@ def _merge_kernel(
 
 
 def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
-    """Empty tensors for a launch: the result [B, Hq, D], and the parts, (maximum [B, Hq, splits], sum
-    [B, Hq, splits], part [B, Hq, splits, D]) in fp32. With one split the parts are (None, None, result)."""
+    """Empty tensors for a launch: the result [B, Hq, D], and the parts, (maximum [B, Hq, splits],
+    sum [B, Hq, splits], part [B, Hq, splits, D]) in fp32. With one split the parts are (None, None,
+    result)."""
     out = torch.empty(*q.shape[:2], D, dtype=q.dtype, device=q.device)
     if splits == 1:
         return out, (None, None, out)
@@ -2068,8 +2279,8 @@ def merge_splits(out: Tensor, parts: tuple) -> Tensor:
     return out
 
 
-# Another function that attends, which launch_attend asks first: it returns None where it is not faster.
-# extras/hopper.py sets it when it is imported.
+# Another function that attends, which launch_attend asks first: it returns None where it is not
+# faster. extras/hopper.py sets it when it is imported.
 faster_attend = None
 
 
@@ -2080,39 +2291,55 @@ def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, 
 
 @operator(attended)
 def launch_attend(
-    q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float
-) -> Tensor:  # fmt: skip
-    """attend, over what stores hold: views [B, Hkv, S, width] (check_store), unless a shape is given. kind of
-    the keys:
+    q: Tensor,
+    kind: str,
+    keys: Sequence[Tensor | None],
+    values: Sequence[Tensor | None],
+    bits: int,
+    pos: Tensor,
+    index: Tensor | None,
+    window: Sequence[Tensor],
+    scale: float,
+) -> Tensor:
+    """attend, over what stores hold: views [B, Hkv, S, width] (check_store), unless a shape is
+    given. kind of the keys:
         plain    k [.., D] of q's dtype
         mla      the same; values are a key's DV leading numbers
-        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n] uint8, two
-                 in a byte (quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope; its
-                 scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale, or None;
-                 rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias). Latent and basis are
-                 int8 with scales, or of q's dtype without
+        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n]
+                 uint8, two
+                 in a byte (quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope;
+                 its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale,
+                 or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias).
+                 Latent and basis are int8 with scales, or of q's dtype without
         channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale
                  [B, Hkv, n, D, 2] fp16
-        logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong to the
-                 tokens of an index [B, n]; without one to all
-    values are v [.., DV] of q's dtype at 16 bits. Below they are codes [.., DV * bits / 8] uint8 and
-    low_scale [.., DV / group, 2] fp16, or one scale [B, Hkv, S] fp16 a vector.
-    index is int32; of channels there is none. window is exact keys and values [B, z, Hkv, D and DV], which
-    fill from the left, or ()."""
+        logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong
+                 to the
+                 tokens of an index [B, n]; without one to all values are v [.., DV] of q's dtype at
+    16 bits. Below they are codes [.., DV * bits / 8] uint8 and low_scale [.., DV / group, 2] fp16,
+    or one scale [B, Hkv, S] fp16 a vector. index is int32; of channels there is none. window is
+    exact keys and values [B, z, Hkv, D and DV], which fill from the left, or ()."""
     (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     tokens = n if kind == "logits" else keys[0].shape[2]
     need(tokens >= n, f"keys of {tokens} tokens do not fit values of {n}")
     check_keys, *functions = KEYS[kind]
     key_stores, key_steps, sizes = check_keys(q, keys, Hkv)
-    value_stores, value_steps, packing = (None, None), (0, 0, 0), packing_of(16, 1, DV, power2(D, 16))
+    value_stores, value_steps, packing = (
+        (None, None),
+        (0, 0, 0),
+        packing_of(16, 1, DV, power2(D, 16)),
+    )
     if kind != "mla":
         value_stores, value_steps, packing = packed_values(q, values, bits)
     chosen = torch.Size([B, n]) if index is None else index.shape
-    need(len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}")
+    need(
+        len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}"
+    )
     n, sets = chosen[-1], chosen[1:-1].numel()
-    need(sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}")
+    need(
+        sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}"
+    )
     z = window[0].shape[1] if window else 0
     beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
     exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
@@ -2120,14 +2347,19 @@ def launch_attend(
     given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
     check(pos=(pos, torch.int32, B), **given, **exact)
     if faster_attend is not None:
-        made = faster_attend(q, kind, keys, values, bits, pos, index, window, scale, key_stores, value_stores)
+        made = faster_attend(
+            q, kind, keys, values, bits, pos, index, window, scale, key_stores, value_stores
+        )
         if made is not None:
             return made
     programs = max(Hkv, sets)  # of a row and split
     G = Hq // programs
-    T, warps, stages, fill = attend_config(kind, G, packing.D, bits, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config(
+        kind, G, packing.D, bits, q.element_size(), roomy(q.device)
+    )
     need(kind != "channels" or index is None, "of channels all tokens are attended")
-    if kind == "mla":  # two products of wgmma keep two tiles in shared memory: the branch reads the older
+    # two products of wgmma keep two tiles in shared memory: the branch reads the older
+    if kind == "mla":
         sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
     # Tensor cores take 8 queries at least, and keys that are no codes faster with 16.
     uncoded = kind in ("plain", "mla") or kind == "latents" and keys[1] is None
@@ -2136,15 +2368,33 @@ def launch_attend(
     splits = attend_splits(n, B * programs, fill)
     out, parts = split_outputs(q, splits, packing.D)
     _attend_kernel[splits, programs, B](
-        q, key_stores, value_stores, index, step, *(window or (None, None)), pos, *parts, key_steps,
-        value_steps, n, z, sets, Hkv, scale * LOG2E, *functions, SHAPE, packing, num_warps=warps,
+        q,
+        key_stores,
+        value_stores,
+        index,
+        step,
+        *(window or (None, None)),
+        pos,
+        *parts,
+        key_steps,
+        value_steps,
+        n,
+        z,
+        sets,
+        Hkv,
+        scale * LOG2E,
+        *functions,
+        SHAPE,
+        packing,
+        num_warps=warps,
         **overlapped(q.device),
-    )  # fmt: skip
+    )
     return merge_splits(out, parts)
 
 
 def attend_splits(n: int, programs: int, fill: int) -> int:
-    """How many splits n tokens are cut into, so that each multiprocessor has work for `fill` programs."""
+    """How many splits n tokens are cut into, so that each multiprocessor has work for `fill`
+    programs."""
     return max(1, min(cdiv(n, 128), fill * SMS // programs))
 
 
@@ -2154,7 +2404,8 @@ def attend_config(kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: b
         return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
     if itemsize == 4:
         return 32, 4, 2, 4
-    if kind == "latents":  # wide plain values beside a basis that is held leave no room for a third stage
+    # wide plain values beside a basis that is held leave no room for a third stage
+    if kind == "latents":
         return 64, 4, 3 if roomy and (bits < 16 or DV < 128) else 2, 2
     if kind == "logits" and bits < 16:
         return 64, 4 if G > 1 else 2, 2, 6
@@ -2174,11 +2425,13 @@ def attend(
     scale: float,
     kernel: bool,
 ) -> Tensor:
-    """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE -> [B, Hq, DV].
+    """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
+    [B, Hq, DV].
 
-    keys, values: stores (compress.Store). index [B, Hkv or 1, G or 1, n]: the tokens that are attended, -1
-    for none; None: all up to pos. exact: no stores, or two of exact keys and values that lie by token
-    (compress.ExactStore), whose tokens are attended besides, or without an index in the place of the last."""
+    keys, values: stores (compress.Store). index [B, Hkv or 1, G or 1, n]: the tokens that are
+    attended, -1 for none; None: all up to pos. exact: no stores, or two of exact keys and values
+    that lie by token (compress.ExactStore), whose tokens are attended besides, or without an index
+    in the place of the last."""
     unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
     nothing_chosen = index is not None and not index.numel()
     if not kernel or unpackable or keys.kind not in KEYS or nothing_chosen:
@@ -2209,8 +2462,8 @@ def attend_rows(
     scale: float,
     kernel: bool,
 ) -> Tensor:
-    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D], and over
-    exact tokens as in attend."""
+    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D],
+    and over exact tokens as in attend."""
     if kernel:
         index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
         exact = [store.vectors.transpose(1, 2) for store in exact]
@@ -2225,8 +2478,8 @@ def attend_rows(
 
 
 def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Tensor:
-    """Attention whose logits [B, Hkv, G, S] fp32 are there, over the tokens up to pos of v [B, Hkv, S, DV] ->
-    [B, Hkv * G, DV] of v's dtype."""
+    """Attention whose logits [B, Hkv, G, S] fp32 are there, over the tokens up to pos of v
+    [B, Hkv, S, DV] -> [B, Hkv * G, DV] of v's dtype."""
     if not kernel:
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
         return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
@@ -2234,12 +2487,14 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Te
     return launch_attend(q, "logits", [logits], [v], 16, pos.int(), None, [], 1.0)
 
 
-def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: float, kernel: bool) -> Tensor:
-    """Attention over latents [B, S, W] that all heads share, as in MLA's absorbed decode: q [B, Hq, W] ->
-    [B, Hq, DV]. A latent is the key, and its leading DV numbers are the value.
+def attend_latent(
+    q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: float, kernel: bool
+) -> Tensor:
+    """Attention over latents [B, S, W] that all heads share, as in MLA's absorbed decode: q
+    [B, Hq, W] -> [B, Hq, DV]. A latent is the key, and its leading DV numbers are the value.
 
-    Sums of latents beyond 512 numbers (256 in fp32) do not fit in a kernel's registers. There scores makes
-    the logits, and attend_logits reads the values again."""
+    Sums of latents beyond 512 numbers (256 in fp32) do not fit in a kernel's registers. There
+    scores makes the logits, and attend_logits reads the values again."""
     q, pos, vectors = q.contiguous(), pos.int(), latent[:, None]
     if not kernel:
         live = torch.arange(latent.shape[1], device=pos.device) <= pos[:, None]
@@ -2257,42 +2512,69 @@ def attend_latent(q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: flo
 
 
 def rank_table(ranks: list[int], device: torch.device) -> Tensor:
-    """attend_ragged's table, int32 [4, Hkv]: each KV head's d_qk, d_v, and the sums of ranks stored before
-    its K' and its V'. ranks: d_qk of all heads, then d_v."""
+    """attend_ragged's table, int32 [4, Hkv]: each KV head's d_qk, d_v, and the sums of ranks stored
+    before its K' and its V'. ranks: d_qk of all heads, then d_v."""
     before = itertools.accumulate(ranks[:-1], initial=0)
     return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
 
 
-@operator(lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :])))
+@operator(
+    lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :]))
+)
 def launch_attend_ragged(
     q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
 ) -> Tensor:
     """Attention of one new token of each row over the tokens 0..pos of heads of unequal rank.
 
-    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)] (_ragged_logits); ranks and
-    their rank_table; scale, that of the full head dim -> [B, Hq, max d_v], zero beyond a head's d_v. All
-    heads have the same number of splits, because the time of a tile does not depend on the rank."""
+    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)] (_ragged_logits);
+    ranks and their rank_table; scale, that of the full head dim -> [B, Hq, max d_v], zero beyond a
+    head's d_v. All heads have the same number of splits, because the time of a tile does not depend
+    on the rank."""
     (B, Hq, _), Hkv = q.shape, len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
-    need(fits and math.gcd(8, *ranks) == 8, f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}")
+    need(
+        fits and math.gcd(8, *ranks) == 8,
+        f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}",
+    )
     G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
     given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
     check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, fill = attend_config("plain", G, max(ranks), 16, q.element_size(), roomy(q.device))
+    T, warps, stages, fill = attend_config(
+        "plain", G, max(ranks), 16, q.element_size(), roomy(q.device)
+    )
     W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
     SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages)
     out, parts = split_outputs(q, splits, DV)
     _attend_kernel[splits, Hkv, B](
-        q, (packed, table, B, S, Hkv), (None, None), None, 0, None, None, pos, *parts,
-        (0, 0, 0), (0, 0, 0), S, 0, 1, Hkv, scale * LOG2E, _ragged_queries, _ragged_logits, SHAPE,
-        packing_of(16, 1, DV, W), num_warps=warps, **overlapped(q.device),
-    )  # fmt: skip
+        q,
+        (packed, table, B, S, Hkv),
+        (None, None),
+        None,
+        0,
+        None,
+        None,
+        pos,
+        *parts,
+        (0, 0, 0),
+        (0, 0, 0),
+        S,
+        0,
+        1,
+        Hkv,
+        scale * LOG2E,
+        _ragged_queries,
+        _ragged_logits,
+        SHAPE,
+        packing_of(16, 1, DV, W),
+        num_warps=warps,
+        **overlapped(q.device),
+    )
     return merge_splits(out, parts)
 
 
 def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
-    """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]. The kernel runs where the store
-    has a table, else a head is attended at a time."""
+    """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]. The kernel runs where
+    the store has a table, else a head is attended at a time."""
     if vectors.table is not None:
         stored = vectors.packed, vectors.table, vectors.ranks
         out = launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale)
@@ -2300,15 +2582,19 @@ def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
     views = vectors.views()
     live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
     heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
-    out = (attend_plain(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale) for x, k, v in heads)
+    out = (
+        attend_plain(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale)
+        for x, k, v in heads
+    )
     return torch.cat([x.flatten(1) for x in out], -1)
 
 
-# ----------------------------------------------------------------------------------- rows out of host memory
+# -------------------------------------------------------------------------- rows out of host memory
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by token."""
+    """x [B, Hkv, S, ...] at index [B, Hkv, n] -> [B, Hkv, n, ...], whether x lies by head or by
+    token."""
     B, Hkv, S = x.shape[:3]
     b = torch.arange(B, device=x.device)[:, None, None]
     h = torch.arange(Hkv, device=x.device)[:, None]
@@ -2322,7 +2608,9 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     return gathered.view(*index.shape, *x.shape[3:])
 
 
-def fetch_rows_reference(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+def fetch_rows_reference(
+    rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor
+) -> None:
     """What fetch_rows says, in PyTorch."""
     new = torch.where(miss[..., None], gather_rows(rows, index), gather_rows(hot, place))
     hot.scatter_(2, place[..., None].expand_as(new), new)
@@ -2354,7 +2642,9 @@ def _fetch_kernel(
 
 
 @operator(_no_result, mutates=("hot",))
-def launch_fetch_rows(rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor) -> None:
+def launch_fetch_rows(
+    rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor
+) -> None:
     """fetch_rows by its kernel."""
     B, Hkv, S, W = rows.shape
     n = index.shape[2]
@@ -2390,7 +2680,8 @@ def fetch_rows(
     """hot[place] = rows[index] where miss. The kernel reads only missing rows.
 
     rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
-    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are distinct."""
+    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are
+    distinct."""
     if kernel:
         launch_fetch_rows(rows, index, place, miss, hot)
     else:

@@ -5,10 +5,12 @@ Layouts, used everywhere in this project:
     Hq   query heads                      Hkv  key/value heads,  G = Hq / Hkv
     D    head dim                         dim  model width
     q    [..., Hq, D]    k, v [..., Hkv, D]    query head h reads key/value head h // G
-RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables are fp32.
+RoPE is half-split (the Hugging Face order): pair c of a head is its dims c and c + D/2. Its tables
+are fp32.
 
-One seam: Attention computes q, k and v BEFORE RoPE and hands them to `attend`, which is a cache's prefill, a
-cache's decode, or plain causal attention in training. What a method stores, and how, is the cache's business.
+One seam: Attention computes q, k and v BEFORE RoPE and hands them to `attend`, which is a cache's
+prefill, a cache's decode, or plain causal attention in training. What a method stores, and how, is
+the cache's business.
 """
 
 import base64
@@ -30,7 +32,8 @@ from torch import Tensor, nn
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit code 2."""
+    """A mistake that the user can mend: one line says what is wrong and what to do. Ends with exit
+    code 2."""
 
 
 @dataclass
@@ -46,7 +49,8 @@ class ModelConfig:
     vocab_size: int
     max_positions: int  # that the model was made for
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # what config.json says of it, with a rope_type of ROPE_SCALINGS
+    # what config.json says of it, with a rope_type of ROPE_SCALINGS
+    rope_scaling: dict | None = None
     norm_eps: float = 1e-5
     tied: bool = False  # are the output's weights those of the embedding?
     qkv_bias: bool = False
@@ -68,7 +72,7 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
 
-# ------------------------------------------------------------------------------------------------ the network
+# -------------------------------------------------------------------------------------- the network
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -84,15 +88,18 @@ QUERY_CHUNK = 512  # queries that attend a past at once: bounds their mask
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., P + S, Hkv, D] -> [..., S, Hq, D].
+    """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., P + S, Hkv, D] ->
+    [..., S, Hq, D].
 
     The first P keys are of the past, in any order: every query attends them."""
     S = q.shape[-3]
     P = k.shape[-3] - S
-    v = v.contiguous()  # CUDA's kernels need rows of 16 bytes, and v may be a part of wqkv's of any width
+    # CUDA's kernels need rows of 16 bytes, and v may be a part of wqkv's of any width
+    v = v.contiguous()
 
     def heads_first(x: Tensor) -> Tensor:
-        return x.reshape(-1, *x.shape[-3:]).transpose(1, 2)  # [B, H, S, D], as flash attention wants them
+        # [B, H, S, D], as flash attention wants them
+        return x.reshape(-1, *x.shape[-3:]).transpose(1, 2)
 
     shares_keys = q.shape[-2] != k.shape[-2]
     attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=shares_keys)
@@ -117,10 +124,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped queries, up to the one seam: `attend` gets q, k and v before RoPE.
+    """Multi-head attention with grouped queries, up to the one seam: `attend` gets q, k and v
+    before RoPE.
 
-    A method may append rows to wqkv when the model is loaded (or put them in v's place, and change wo).
-    `attend` then gets their products as further arguments."""
+    A method may append rows to wqkv when the model is loaded (or put them in v's place, and change
+    wo). `attend` then gets their products as further arguments."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -136,7 +144,8 @@ class Attention(nn.Module):
             self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """x [..., dim] -> [..., dim]; attend(q, k, v, *folded) gives the heads' outputs [..., Hq, D]."""
+        """x [..., dim] -> [..., dim]; attend(q, k, v, *folded) gives the heads' outputs
+        [..., Hq, D]."""
         return self.wo(self.attend_heads(self.wqkv(x), attend))
 
     def attend_heads(self, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
@@ -161,7 +170,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)  # rows of the gate W_1, then of W_3
+        # rows of the gate W_1, then of W_3
+        self.w13 = nn.Linear(c.dim, 2 * c.ffn_dim, bias=c.mlp_bias)
         self.w2 = nn.Linear(c.ffn_dim, c.dim, bias=c.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +199,8 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The network. Rows of a batch are independent: each has its own length, and no cache holds padding."""
+    """The network. Rows of a batch are independent: each has its own length, and no cache holds
+    padding."""
 
     MLP_CHUNK = 8192  # tokens that pass the MLP at once: bounds its [tokens, 2 * ffn_dim] buffer
 
@@ -197,7 +208,8 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
-        self.is_folded = False  # do the weights have what the method folds into them (`Method.build`)?
+        # do the weights have what the method folds into them (`Method.build`)?
+        self.is_folded = False
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -212,7 +224,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, attend: Callable[..., Tensor] | None = None) -> Tensor:
         """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
 
-        attend(i, cos, sin, q, k, v), with layer i's q and k before RoPE, replaces exact attention."""
+        attend(i, cos, sin, q, k, v), with layer i's q and k before RoPE, replaces exact
+        attention."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
@@ -222,10 +235,14 @@ class Llama(nn.Module):
                 x = layer(x, partial(attend, i, cos, sin))
         return self.norm(x)
 
-    def extend(self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]) -> Tensor:
-        """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last logits [V].
+    def extend(
+        self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]
+    ) -> Tensor:
+        """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last
+        logits [V].
 
-        Layer by layer, so that one layer's full K and V exist at a time; tick is called after each."""
+        Layer by layer, so that one layer's full K and V exist at a time; tick is called after
+        each."""
         x = self.embed(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
             x += layer.attention(layer.attention_norm(x), partial(cache.prefill, row, start))
@@ -235,7 +252,8 @@ class Llama(nn.Module):
         return self.output(self.norm(x[-1:]))[0]
 
     def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=None, last=None) -> Tensor:
-        """One token of each row: tokens [B] at positions pos [B] (int32, on the device) -> logits [B, V].
+        """One token of each row: tokens [B] at positions pos [B] (int32, on the device) -> logits
+        [B, V].
 
         step, last: decode_layer and decode_logits, or what torch.compile makes of them."""
         step = step or decode_layer
@@ -247,10 +265,14 @@ class Llama(nn.Module):
         return last(self.norm, self.output, x, update)
 
 
-def decode_layer(layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache) -> tuple[Tensor, Tensor]:
-    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after this layer.
+def decode_layer(
+    layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache
+) -> tuple[Tensor, Tensor]:
+    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after
+    this layer.
 
-    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the norm."""
+    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the
+    norm."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         return cache.decode(pos, q, k, v, *folded)
@@ -265,10 +287,11 @@ def decode_logits(norm: nn.RMSNorm, output: nn.Module, x: Tensor, update: Tensor
     return output(norm(x + update))
 
 
-# ------------------------------------------------------------------------------------------- RoPE's variants
-# Pair c of a head turns by inv_freq[c] radians a token. Models that were extended to longer contexts slow the
-# pairs down. A variant gets the frequencies of plain RoPE [D/2] fp64 and what config.json says under
-# rope_scaling; it gives the frequencies, and what cos and sin are multiplied by.
+# ---------------------------------------------------------------------------------- RoPE's variants
+# Pair c of a head turns by inv_freq[c] radians a token. Models that were extended to longer
+# contexts slow the pairs down. A variant gets the frequencies of plain RoPE [D/2] fp64 and what
+# config.json says under rope_scaling; it gives the frequencies, and what cos and sin are
+# multiplied by.
 
 
 class ScaledRope(NamedTuple):
@@ -290,13 +313,15 @@ def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRop
     """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
     low = rope["low_freq_factor"]
     high = rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)  # over the original context
+    # over the original context
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return ScaledRope((1 - kept) * inv_freq / rope["factor"] + kept * inv_freq, 1.0)
 
 
 def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
-    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits' spread."""
+    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits'
+    spread."""
     factor = rope["factor"]
     original = rope["original_max_position_embeddings"]
 
@@ -335,12 +360,15 @@ ROPE_SCALINGS = {
 }
 
 
-def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    config: ModelConfig, n_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
     rope = config.rope_scaling or {"rope_type": "default"}
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     scaled = ROPE_SCALINGS[rope["rope_type"]](config.rope_theta**-exponent, rope, config)
-    # Frequencies are rounded to fp32, as in the training code of the models; angles are exact products.
+    # Frequencies are rounded to fp32, as in the training code of the models; angles are exact
+    # products.
     inv_freq = scaled.inv_freq.float().double()
     position = torch.arange(n_positions, dtype=torch.float64)
     angles = torch.outer(position, inv_freq)
@@ -349,7 +377,7 @@ def rope_tables(config: ModelConfig, n_positions: int, device: torch.device) -> 
     return cos.to(device), sin.to(device)
 
 
-# ---------------------------------------------------------------------------------- published shapes, configs
+# ------------------------------------------------------------------------ published shapes, configs
 
 # For benchmarks without weights (--random_weights NAME).
 LLAMA31_ROPE = {
@@ -412,7 +440,8 @@ def read_json(path: Path) -> dict:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Reads folder/config.json. Raises UserError for anything that this file cannot compute exactly."""
+    """Reads folder/config.json. Raises UserError for anything that this file cannot compute
+    exactly."""
     path = folder / "config.json"
     if not path.is_file():
         advice = "give the folder of a Hugging Face download (of its cache, a folder in snapshots/)"
@@ -429,8 +458,8 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
-    """What a config.json says. Raises UserError for what this file does not compute, and KeyError for a field
-    that is missing."""
+    """What a config.json says. Raises UserError for what this file does not compute, and KeyError
+    for a field that is missing."""
     family = hf.get("model_type")
     quantization = hf.get("quantization_config") or {}
     check_supported("model_type", family, FAMILIES)
@@ -514,8 +543,18 @@ LARGEST_SIZE = 1 << 25  # beyond any model's; a damaged config must not ask for 
 
 
 def check_config(config: ModelConfig) -> None:
-    """Raises ValueError for a field of the wrong type or size, and for RoPE without finite angles."""
-    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_positions")
+    """Raises ValueError for a field of the wrong type or size, and for RoPE without finite
+    angles."""
+    sizes = (
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "head_dim",
+        "ffn_dim",
+        "vocab_size",
+        "max_positions",
+    )
     for name in sizes:
         value = getattr(config, name)
         if not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
@@ -532,17 +571,22 @@ def check_config(config: ModelConfig) -> None:
     if window is not None and (not isinstance(window, int) or window <= 0):
         raise ValueError(f"sliding_window is {window!r}")
     if config.n_heads % config.n_kv_heads:
-        raise ValueError(f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads evenly")
+        raise ValueError(
+            f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads evenly"
+        )
     if config.head_dim % 2:
         raise ValueError(f"head_dim is {config.head_dim}, and RoPE rotates pairs of dims")
     cos, _ = rope_tables(config, 2, torch.device("cpu"))
     if not cos.isfinite().all():
-        raise ValueError(f"RoPE with rope_theta {config.rope_theta} and {config.rope_scaling} is not finite")
+        raise ValueError(
+            f"RoPE with rope_theta {config.rope_theta} and {config.rope_scaling} is not finite"
+        )
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
-# The Hugging Face names of our modules; of a fused matrix, those of its parts, in the order of their rows
+# The Hugging Face names of our modules; of a fused matrix, those of its parts, in the order of
+# their rows
 HF_NAMES = {
     "tok_embeddings": ("embed_tokens",),
     "norm": ("norm",),
@@ -563,8 +607,8 @@ PHI3_NAMES = HF_NAMES | {  # Phi-3 fuses as we do
 
 
 def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
-    """The rows of a matrix or bias of this name, ours or a checkpoint's, by projection: views, of which a
-    matrix that is not fused has one."""
+    """The rows of a matrix or bias of this name, ours or a checkpoint's, by projection: views, of
+    which a matrix that is not fused has one."""
     if ".wqkv." in name or ".qkv_proj." in name:
         return rows.split([c.n_heads * c.head_dim, c.kv_dim, c.kv_dim])
     if ".w13." in name or ".gate_up_proj." in name:
@@ -573,8 +617,8 @@ def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
 
 
 def weight_slots(model: Llama, part: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor of a part of the model goes: its name, and a view of (rows of) a
-    parameter."""
+    """Where each Hugging Face tensor of a part of the model goes: its name, and a view of (rows of)
+    a parameter."""
     names = PHI3_NAMES if model.config.family == "phi3" else HF_NAMES
     for path, parameter in model.get_submodule(part).named_parameters(part):
         # "layers.3.attention.wqkv.weight" -> "layers.3.", "attention.wqkv", "weight"
@@ -588,7 +632,8 @@ def weight_slots(model: Llama, part: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """A folder's safetensors files, with the index's tensors (None: all). UserError if one is missing."""
+    """A folder's safetensors files, with the index's tensors (None: all). UserError if one is
+    missing."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     files = {}
@@ -610,7 +655,8 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
     """The shapes of a safetensors file's tensors, by its header. UserError for a damaged file."""
     try:
         with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]  # unused
+            # unused
+            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]
             return {name: tensors.get_slice(name).get_shape() for name in names}
     except SafetensorError as error:
         message = f"{file}: truncated or not a safetensors file; download it again ({error})"
@@ -628,14 +674,15 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
         shapes = read_shapes(file)
         stale = [name for name in shapes if indexed is not None and name not in indexed]
         if stale:
-            fault = f"left out {len(stale)} tensors that the index does not name here, such as {stale[0]}"
-            print(f"note: {file}: {fault}", file=sys.stderr)
+            fault = f"left out {len(stale)} tensors that the index does not name here"
+            print(f"note: {file}: {fault}, such as {stale[0]}", file=sys.stderr)
         for name, shape in shapes.items():
             if name not in stale:
                 file_of[name] = file
                 shape_of[name] = shape
 
-    # A tied model's one matrix may have either of two names. A model whose files have both is not tied.
+    # A tied model's one matrix may have either of two names. A model whose files have both is not
+    # tied.
     embeddings = "model.embed_tokens.weight"
     head = "lm_head.weight"
     if config.tied and head in file_of:
@@ -659,7 +706,8 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the sizes and of 64 spread 4 KiB blocks of the files: cheap, and new for new weights."""
+    """A hash of the sizes and of 64 spread 4 KiB blocks of the files: cheap, and new for new
+    weights."""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -689,7 +737,8 @@ def free_memory(device: torch.device) -> float:
 
 
 def empty_model(config: ModelConfig, dtype: torch.dtype, fingerprint: str = "random") -> Llama:
-    """A Llama on the meta device: its weights take no memory yet. fingerprint: names those to come."""
+    """A Llama on the meta device: its weights take no memory yet. fingerprint: names those to
+    come."""
     with torch.device("meta"):
         model = Llama(config)
     model.fingerprint = fingerprint
@@ -701,7 +750,9 @@ def check_weights_fit(needed: int, device: torch.device) -> None:
     free = free_memory(device)
     if needed > free:
         fault = f"the weights need {human(needed)}, {human(free)} are free ({device.type})"
-        raise UserError(f"not enough memory: {fault}; use a smaller model, --dtype bf16 or --weights int8")
+        raise UserError(
+            f"not enough memory: {fault}; use a smaller model, --dtype bf16 or --weights int8"
+        )
 
 
 def weight_parts(model: Llama) -> list[str]:
@@ -710,7 +761,9 @@ def weight_parts(model: Llama) -> list[str]:
     return ["tok_embeddings", "norm", "output", *layers]
 
 
-def give_weights(model: Llama, part: str, device: torch.device, fill: Callable[[Llama, str], None]) -> None:
+def give_weights(
+    model: Llama, part: str, device: torch.device, fill: Callable[[Llama, str], None]
+) -> None:
     """Allocates one of weight_parts on the device; fill(model, part) writes its weights."""
     module = model.get_submodule(part)
     if part == "output" and model.config.tied:
@@ -738,36 +791,47 @@ def build(
 
 
 def copy_weight(model: Llama, name: str, slot: Tensor, tensor: Tensor) -> None:
-    """Copies a checkpoint's tensor of this name to its slot, which is a parameter of the model, or a part of
-    one. A function of its own for extras that copy something else."""
+    """Copies a checkpoint's tensor of this name to its slot, which is a parameter of the model, or
+    a part of one. A function of its own for extras that copy something else."""
     slot.copy_(tensor)
 
 
-def load_model(folder: Path, device: torch.device, dtype: torch.dtype, build: Callable = build) -> Llama:
-    """Loads a Hugging Face folder, tensor by tensor into the final weights. build: makes the model of them.
+def load_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, build: Callable = build
+) -> Llama:
+    """Loads a Hugging Face folder, tensor by tensor into the final weights. build: makes the model
+    of them.
 
-    Raises UserError for a missing, truncated or foreign file, for tensors that disagree with config.json
-    (before any memory is taken), and for numbers that are not finite."""
+    Raises UserError for a missing, truncated or foreign file, for tensors that disagree with
+    config.json (before any memory is taken), and for numbers that are not finite."""
     config = load_config(folder)
     files = weight_files(folder)
     file_of = find_weights(files, config)
 
     def fill(model: Llama, part: str) -> None:
         for name, slot in weight_slots(model, part):
-            with safe_open(file_of[name], "pt") as file:  # opened for each: its pages leave the memory again
+            # opened for each: its pages leave the memory again
+            with safe_open(file_of[name], "pt") as file:
                 stored_name = name if name in file.keys() else "lm_head.weight"  # of a tied model
                 tensor = file.get_tensor(stored_name)
             copy_weight(model, name, slot, tensor)
-            is_finite = torch.stack(slot.aminmax()).isfinite().all()  # one pass, and no mask in memory
+            # one pass, and no mask in memory
+            is_finite = torch.stack(slot.aminmax()).isfinite().all()
             if not is_finite:
                 advice = "use --dtype bf16" if tensor.isfinite().all() else "download it again"
-                raise UserError(f"{file_of[name]}: tensor {name} is not finite in {dtype}; {advice}")
+                raise UserError(
+                    f"{file_of[name]}: tensor {name} is not finite in {dtype}; {advice}"
+                )
 
     return build(config, device, dtype, fill, fingerprint(files))
 
 
 def random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, build: Callable = build
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    build: Callable = build,
 ) -> Llama:
     """A model with random weights, for benchmarks. build: makes the model of them."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -784,23 +848,24 @@ def random_model(
     return build(config, device, dtype, fill)
 
 
-# ------------------------------------------------------------------------------------------------- tokenizers
-# Three kinds of files, each read by the library that is made for it. A class imports its library only when
-# a tokenizer is loaded, since prompts of random tokens need none.
+# --------------------------------------------------------------------------------------- tokenizers
+# Three kinds of files, each read by the library that is made for it. A class imports its library
+# only when a tokenizer is loaded, since prompts of random tokens need none.
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPECIAL = (
-    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id"
-    " step_id start_header_id end_header_id eom_id eot_id python_tag"
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1"
+    " finetune_right_pad_id step_id start_header_id end_header_id eom_id eot_id python_tag"
 ).split() + [f"reserved_special_token_{i}" for i in range(2, 247)]
 STOP_TOKENS = "</s> <|end_of_text|> <|eot_id|> <|eom_id|> <|endoftext|> <|im_end|> <|end|>".split()
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer":
-    """Loads a checkpoint folder's tokenizer. Raises UserError for files that are missing or damaged."""
+    """Loads a checkpoint folder's tokenizer. Raises UserError for files that are missing or
+    damaged."""
     if (folder / "tokenizer.json").exists():
         return HfTokenizer(folder)
     if (folder / "tokenizer.model").exists():
@@ -819,8 +884,9 @@ class Tokenizer:
     """Text into token ids and back: what the three kinds below have in common.
 
     special_tokens  ids of the control tokens by name; no text of a user's ever becomes one
-    stop_ids        tokens that end an answer: the files' eos_token_id, and those named in STOP_TOKENS
-    bos_id          the token before a text, or None; add_bos: do this model's prompts start with it?
+    stop_ids        tokens that end an answer: the files' eos_token_id, and those of STOP_TOKENS
+    bos_id          the token before a text, or None
+    add_bos         do this model's prompts start with bos_id?
     vocab_size      ids of the tokenizer; rows: of the model's embedding, which may have more
     chat_template   the model's own, in Jinja; chat_variables: what it may name, such as bos_token
 
@@ -848,7 +914,9 @@ class Tokenizer:
 
         if self.bos_id is None:
             self.bos_id = self.special_tokens.get(self.chat_variables.get("bos_token"))
-        self.add_bos = bool(self.settings.get("add_bos_token", self.add_bos)) and self.bos_id is not None
+        self.add_bos = (
+            bool(self.settings.get("add_bos_token", self.add_bos)) and self.bos_id is not None
+        )
         config = read_json(folder / "config.json")
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         self.stop_ids = set()
@@ -868,7 +936,8 @@ class Tokenizer:
         raise NotImplementedError
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
-        """The library's ids of text. add_space: put a space first, if this model's texts get one."""
+        """The library's ids of text. add_space: put a space first, if this model's texts get
+        one."""
         raise NotImplementedError
 
     def decode_ids(self, ids: list[int]) -> str:
@@ -906,9 +975,10 @@ class Tokenizer:
     def encode_text(self, text: str, add_space: bool) -> list[int]:
         """Token ids of a user's text, none of which is a control token.
 
-        The libraries are told to take a control token's name for plain text (`text_ids`). But a vocabulary
-        may have that name among its words as well: the ids of its letters stand in the place of that word.
-        And what the vocabulary cannot write is left out, if the token for it is one that ends an answer."""
+        The libraries are told to take a control token's name for plain text (`text_ids`). But a
+        vocabulary may have that name among its words as well: the ids of its letters stand in the
+        place of that word. And what the vocabulary cannot write is left out, if the token for it is
+        one that ends an answer."""
         ids = []
         for token_id in self.text_ids(text, add_space):
             if token_id not in self.control_ids:
@@ -924,7 +994,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Text of ids, control tokens left out; UserError for an id outside the vocabulary.
 
-        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a + b)."""
+        after: the ids that these continue, so that decode(a) + decode(b, after=a) == decode(a +
+        b)."""
         stream = StreamDecoder(self, after)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.flush()
 
@@ -996,7 +1067,9 @@ class HfTokenizer(Tokenizer):
             try:
                 library = tokenizers.Tokenizer.from_str(json.dumps(data))
             except Exception as error:  # the library has no class of its own for this
-                raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+                raise UserError(
+                    f"{path}: not a valid tokenizer; download it again ({error})"
+                ) from error
             library.no_truncation()
             library.no_padding()
             library.encode_special_tokens = True  # a control token's name in a text is text
@@ -1055,8 +1128,8 @@ def without_space(step: dict) -> dict:
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer.model without a tokenizer.json, run by sentencepiece (Llama 2, Mistral, nano).
 
-    Spaces are put where transformers puts them: to a LlamaTokenizer a text that starts with a space has
-    one already, and unless it is a `legacy` one it puts none after a control token."""
+    Spaces are put where transformers puts them: to a LlamaTokenizer a text that starts with a space
+    has one already, and unless it is a `legacy` one it puts none after a control token."""
 
     def load(self) -> dict[str, int]:
         from sentencepiece import SentencePieceProcessor
@@ -1072,12 +1145,16 @@ class SentencePieceTokenizer(Tokenizer):
             self.processor = SentencePieceProcessor(model_proto=content)
             self.continuing = SentencePieceProcessor(model_proto=content + no_space)
         except RuntimeError as error:
-            raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+            raise UserError(
+                f"{path}: not a valid tokenizer; download it again ({error})"
+            ) from error
         sp = self.processor
 
         # 1. Spaces.
         legacy = self.settings.get("legacy")
-        self.first_space_is_enough = "Llama" in self.settings.get("tokenizer_class", "") or legacy is False
+        self.first_space_is_enough = (
+            "Llama" in self.settings.get("tokenizer_class", "") or legacy is False
+        )
         self.space_after_special = bool(legacy) or not self.first_space_is_enough
         self.adds_space = sp.encode("a") != self.continuing.encode("a")
         self.removes_spaces = sp.encode("a  a") == sp.encode("a a")  # all but one between words
@@ -1098,7 +1175,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.names = {i: name for name, i in self.vocab.items()}
         self.vocab_size = max(self.names) + 1
         self.unknown_id = sp.unk_id()
-        # A regular expression takes the first alternative that fits: the longest name has to be first.
+        # A regular expression takes the first alternative that fits: the longest name has to be
+        # first.
         longest_first = sorted(self.text_tokens, key=len, reverse=True)
         self.text_token_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -1114,7 +1192,10 @@ class SentencePieceTokenizer(Tokenizer):
         end = 0
         for match in self.text_token_pattern.finditer(text):
             token = self.text_tokens[match[0]]
-            neighbours = text[max(match.start() - 1, 0) : match.start()] + text[match.end() : match.end() + 1]
+            neighbours = (
+                text[max(match.start() - 1, 0) : match.start()]
+                + text[match.end() : match.end() + 1]
+            )
             if token.get("single_word") and re.search(r"\w", neighbours):
                 continue
             before = text[end : match.start()]
@@ -1132,7 +1213,8 @@ class SentencePieceTokenizer(Tokenizer):
         """Ids of text in which no added token is."""
         if text.startswith(" ") and self.removes_spaces:
             add_space = True  # in the place of the text's own, which is removed
-        elif text.startswith((" ", "▁")) and self.first_space_is_enough:  # ▁ is how a space is written
+        # ▁ is how a space is written
+        elif text.startswith((" ", "▁")) and self.first_space_is_enough:
             add_space = False
         processor = self.processor if add_space else self.continuing
         return processor.encode(text)
@@ -1150,7 +1232,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer.model, lines of "base64 rank" without a tokenizer.json, run by tiktoken."""
+    """Llama 3's tokenizer.model, lines of "base64 rank" without a tokenizer.json, run by
+    tiktoken."""
 
     def load(self) -> dict[str, int]:
         import tiktoken
@@ -1163,10 +1246,14 @@ class TiktokenTokenizer(Tokenizer):
                 word, rank = line.split()
                 ranks[base64.b64decode(word, validate=True)] = int(rank)
         except ValueError as error:
-            raise UserError(f"{path}: not a valid tokenizer; download it again ({error})") from error
+            raise UserError(
+                f"{path}: not a valid tokenizer; download it again ({error})"
+            ) from error
         has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
         if list(ranks.values()) != list(range(len(ranks))) or not has_all_bytes:
-            raise UserError(f"{path}: not a valid tokenizer; download it again (ranks or bytes are missing)")
+            raise UserError(
+                f"{path}: not a valid tokenizer; download it again (ranks or bytes are missing)"
+            )
 
         names = [f"<|{name}|>" for name in LLAMA3_SPECIAL]
         special = {name: len(ranks) + i for i, name in enumerate(names)}
@@ -1187,7 +1274,8 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Decodes token by token; its pieces join to what `Tokenizer.decode` gives, and cut no character."""
+    """Decodes token by token; its pieces join to what `Tokenizer.decode` gives, and cut no
+    character."""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
         self.tokenizer = tokenizer
@@ -1196,7 +1284,9 @@ class StreamDecoder:
         # The last token with a text before them: at its start a text may lose a space.
         self.old: list[int] = []
         for token_id in reversed(after):
-            if token_id not in self.special_ids and tokenizer.decode_ids([token_id]).strip("\ufffd"):
+            if token_id not in self.special_ids and tokenizer.decode_ids([token_id]).strip(
+                "\ufffd"
+            ):
                 self.old = [token_id]
                 break
 

@@ -1,8 +1,8 @@
 """All tests. Run with: pytest -q test_all.py
 
-They assert mathematics and behaviour on the CPU in minutes. Tests that need a GPU or ../shared (real
-checkpoints and tokenizers) skip where there is none. Errors are scale-free: rms of the difference over rms
-of the reference.
+They assert mathematics and behaviour on the CPU in minutes. Tests that need a GPU or ../shared
+(real checkpoints and tokenizers) skip where there is none. Errors are scale-free: rms of the
+difference over rms of the reference.
 """
 
 import ast
@@ -112,7 +112,9 @@ def pairwise(*axes) -> list[tuple]:
 
 def tiny_config(group: int = 2, head_dim: int = 16, **changes) -> model_file.ModelConfig:
     shape = {"dim": 48, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8 // group, "head_dim": head_dim}
-    return model_file.ModelConfig(**shape | {"ffn_dim": 64, "vocab_size": 96, "max_positions": 512} | changes)
+    return model_file.ModelConfig(
+        **shape | {"ffn_dim": 64, "vocab_size": 96, "max_positions": 512} | changes
+    )
 
 
 def tiny_model(seed: int = 0, **changes) -> Llama:
@@ -138,7 +140,11 @@ def save_checkpoint(model: Llama, folder: Path) -> None:
 
 def orthonormal(n: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64)).Q.float().contiguous()
+    return (
+        torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+        .Q.float()
+        .contiguous()
+    )
 
 
 def artifact_of(method: str, model: Llama) -> dict[str, torch.Tensor]:
@@ -160,9 +166,10 @@ SPARSE |= {"sinks": 4, "critical": 20, "recent": 8}
 CODES = SPARSE | {"variant": "ours"}
 FULL = SPARSE | {"rank": 1.0, "score_rank": 1.0, "critical": 400, "exact_values": True}
 LRQK = {"rank": 8, "k": 20, "recent": 8}
-# Of the methods of compress.py. extras/test_extras.py has other lists of these names, over which it runs the
-# tests of this file that are `over` them.
-CASES = [  # every method, in each way in which it stores and selects; a new method is tested by a line here
+# Of the methods of compress.py. extras/test_extras.py has other lists of these names, over which it
+# runs the tests of this file that are `over` them.
+# every method, in each way in which it stores and selects; a new method is tested by a line here
+CASES = [
     *(("sals", options) for options in (SPARSE, SPARSE | {"bits": 2}, CODES)),
     ("sals", CODES | {"bits": 2, "score": "sum"}),
     ("loki", {"k": 0.3, "d": 0.5}),
@@ -180,7 +187,8 @@ CASES = [  # every method, in each way in which it stores and selects; a new met
     ("kivi", {"bits": 2, "residual": 32}),
     ("kivi", {"bits": 4, "residual": 64}),
 ]
-EVERYTHING = [  # settings under which a method is dense attention: the rank is full, the budget covers all
+# settings under which a method is dense attention: the rank is full, the budget covers all
+EVERYTHING = [
     *(("sals", FULL | {"skip": skip}) for skip in ("0,-1", "")),
     ("loki", {"k": 1.0, "d": 0.25}),
     ("loki", {"k": 500, "d": 0.5, "share": "group"}),
@@ -200,7 +208,8 @@ CODED = {"elitekv", "fdc"}  # whose prompts attend what is stored
 BOUNDS = {"elitekv": 1e-4, "fdc": 1e-4}  # of errors that may be larger than 1e-5
 OF_THE_PROMPT = set()  # buffers that a prompt alone decides, or that count what has happened since
 OF_THE_CAPACITY = {"kivi": 1e-5}  # how far logits of a larger cache may be off: here by fp32's sums
-EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}  # of 40 past tokens: its window
+# of 40 past tokens: its window
+EXACT = {"sals": lambda cache, places: (places < 4) | (places >= 32)}
 
 
 class PlainValues(compress.TokenStore):
@@ -214,30 +223,41 @@ class PlainValuesByToken(compress.ByToken, PlainValues):
     """Stands for the values of the paper's SALS, likewise."""
 
 
-def make_engine(model, method, rows: int, capacity: int, artifact=None, kernel=None, **options) -> Engine:
-    """By default with an artifact_of the model. options: a method's, compiled, graphed, exact_values and
-    block, of SALS's scores, which is short in short caches."""
-    context, artifact = CacheContext(model, rows, capacity, kernel), artifact or artifact_of(method, model)
+def make_engine(
+    model, method, rows: int, capacity: int, artifact=None, kernel=None, **options
+) -> Engine:
+    """By default with an artifact_of the model. options: a method's, compiled, graphed,
+    exact_values and block, of SALS's scores, which is short in short caches."""
+    context, artifact = (
+        CacheContext(model, rows, capacity, kernel),
+        artifact or artifact_of(method, model),
+    )
     how = {name: options.pop(name) for name in {"compiled", "graphed"} & options.keys()}
     with pytest.MonkeyPatch.context() as patch:
         if options.pop("exact_values", False):
             patch.setattr(compress, "CodedStore", PlainValues)
             patch.setattr(compress, "PaperSalsValues", PlainValuesByToken)
         patch.setattr(compress, "SCORE_BLOCK", options.pop("block", 16 if capacity < 512 else 512))
-        caches = method_named(method).build(model, compress.settings_from(method, options), context, artifact)
+        caches = method_named(method).build(
+            model, compress.settings_from(method, options), context, artifact
+        )
     return Engine(model, caches, context, Sampling(), **how)
 
 
-def fitted_engine(folder, method, rows, capacity, device="cpu", dtype=torch.float32, **options) -> Engine:
+def fitted_engine(
+    folder, method, rows, capacity, device="cpu", dtype=torch.float32, **options
+) -> Engine:
     """An engine with the model and the artifact of a folder."""
     model = load_model(folder, torch.device(device), dtype)
     artifact = load_artifact(folder, method, model)
     return make_engine(model, method, rows, capacity, artifact, **options)
 
 
-def logits_through(engine: Engine, prompts: list, continuation: list, parts: int = 1) -> torch.Tensor:
-    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row). The
-    prompts are read in so many parts, of which some rows' later ones may be empty."""
+def logits_through(
+    engine: Engine, prompts: list, continuation: list, parts: int = 1
+) -> torch.Tensor:
+    """Logits [1 + n, B, V] after the prompts and after each teacher-forced token (one list a row).
+    The prompts are read in so many parts, of which some rows' later ones may be empty."""
     cuts = [range(0, len(p), -(-len(p) // parts)) for p in prompts]
     pieces = [[p[i : i + cut.step] for i in cut] for p, cut in zip(prompts, cuts, strict=True)]
     first, *later = itertools.zip_longest(*pieces, fillvalue=())
@@ -254,7 +274,13 @@ def logits_through(engine: Engine, prompts: list, continuation: list, parts: int
 
 def python(*argv, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
     """Another process, in which these variables have other values."""
-    how = {"cwd": cwd, "env": os.environ | environment, "capture_output": True, "text": True, "timeout": 600}
+    how = {
+        "cwd": cwd,
+        "env": os.environ | environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 600,
+    }
     return subprocess.run([sys.executable, *map(str, argv)], check=False, **how)
 
 
@@ -262,10 +288,17 @@ def random_ids(n: int, seed: int = 0, vocab: int = 96) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab, n).tolist()
 
 
-def stream(n: int, group: int = 2, dim: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [n, 8, dim], k and v [n, 8 / group, dim] of one layer, sharp enough for a selection to matter."""
+def stream(
+    n: int, group: int = 2, dim: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [n, 8, dim], k and v [n, 8 / group, dim] of one layer, sharp enough for a selection to
+    matter."""
     torch.manual_seed(0)
-    return torch.randn(n, 8, dim) * 2, torch.randn(n, 8 // group, dim), torch.randn(n, 8 // group, dim)
+    return (
+        torch.randn(n, 8, dim) * 2,
+        torch.randn(n, 8 // group, dim),
+        torch.randn(n, 8 // group, dim),
+    )
 
 
 def row_cache(method: str, model: Llama, rows: int, capacity: int, **options):
@@ -280,8 +313,11 @@ def reads(cache, n: int, q, k, v):
     return cache
 
 
-def scene(method: str, n: int, total: int, capacity: int = 0, group: int = 2, dim: int = 16, **options):
-    """A method's cache that has read the first n tokens of a stream, and that stream of `total` tokens."""
+def scene(
+    method: str, n: int, total: int, capacity: int = 0, group: int = 2, dim: int = 16, **options
+):
+    """A method's cache that has read the first n tokens of a stream, and that stream of `total`
+    tokens."""
     qkv, model = stream(total, group, dim), tiny_model(group=group, head_dim=dim)
     return reads(row_cache(method, model, 1, capacity or total, **options), n, *qkv), qkv
 
@@ -342,12 +378,22 @@ def observed(model: Llama, tokens: torch.Tensor) -> list[tuple[torch.Tensor, ...
     return [tuple(map(torch.cat, zip(*seen[i], strict=True))) for i in range(len(seen))]
 
 
-# -------------------------------------------------------------------------------------- model and checkpoints
+# ---------------------------------------------------------------------------- model and checkpoints
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
 BETAS = {"beta_fast": 4, "beta_slow": 0.5, "truncate": False}
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3_ROPE |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
 FAMILIES = {  # transformers' class, changes to its config
     "llama-2": ("Llama", {"num_key_value_heads": 4}),
@@ -368,7 +414,12 @@ FAMILIES = {  # transformers' class, changes to its config
 
 def hf_model(family: str, **changes):
     transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     shape |= {"intermediate_size": 80, "vocab_size": 96, "max_position_embeddings": 256}
     shape |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     name, extra = FAMILIES[family]
@@ -419,33 +470,60 @@ def test_checkpoint_round_trip_and_dtypes(tmp_path):
 
 
 def test_what_a_config_leaves_out():
-    hf = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 80}
-    hf |= {"vocab_size": 96, "max_position_embeddings": 99, "rms_norm_eps": 1e-6, "sliding_window": 32}
+    hf = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+    }
+    hf |= {
+        "vocab_size": 96,
+        "max_position_embeddings": 99,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 32,
+    }
     for family, uses in itertools.product(("llama", "mistral", "qwen2"), (False, True)):
         made = model_file.config_from_hf(hf | {"model_type": family, "use_sliding_window": uses})
-        assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (4, 12, 10000.0, None)
+        assert (made.n_kv_heads, made.head_dim, made.rope_theta, made.rope_scaling) == (
+            4,
+            12,
+            10000.0,
+            None,
+        )
         assert made.sliding_window == (32 if uses or family == "mistral" else None)
         assert not made.tied and not made.out_bias
 
 
 def test_linear_and_yarn_scaling_extend_the_positions():
     def config(**rope):
-        hf = model_file.config_to_hf(tiny_config(family="qwen2", qkv_bias=True, max_positions=32768))
+        hf = model_file.config_to_hf(
+            tiny_config(family="qwen2", qkv_bias=True, max_positions=32768)
+        )
         hf["rope_scaling"] = rope
         made = model_file.config_from_hf(hf | {"rope_parameters": LLAMA3_ROPE})  # which counts less
-        assert model_file.config_from_hf(model_file.config_to_hf(made)) == made  # once, not at every saving
+        # once, not at every saving
+        assert model_file.config_from_hf(model_file.config_to_hf(made)) == made
         return made
 
-    assert config(type="yarn", factor=4.0, original_max_position_embeddings=32768).max_positions == 131072
+    assert (
+        config(type="yarn", factor=4.0, original_max_position_embeddings=32768).max_positions
+        == 131072
+    )
     assert config(type="yarn", factor=2.5).max_positions == 81920
     assert config(rope_type="linear", factor=2.0).max_positions == 65536
-    assert config(type="yarn", factor=4.0, original_max_position_embeddings=64).max_positions == 32768
-    assert config(**LLAMA3_ROPE | {"original_max_position_embeddings": 32768}).max_positions == 32768
+    assert (
+        config(type="yarn", factor=4.0, original_max_position_embeddings=64).max_positions == 32768
+    )
+    assert (
+        config(**LLAMA3_ROPE | {"original_max_position_embeddings": 32768}).max_positions == 32768
+    )
     assert config(type="default").rope_scaling is None
 
 
 def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
-    model = Llama(tiny_config(dim=512, n_layers=8, ffn_dim=2048, vocab_size=4096)).requires_grad_(False)
+    model = Llama(tiny_config(dim=512, n_layers=8, ffn_dim=2048, vocab_size=4096)).requires_grad_(
+        False
+    )
     save_checkpoint(model, tmp_path)  # in bf16
     size = sum(p.nbytes for p in model.parameters())
     if not Path("/proc/self/clear_refs").exists():
@@ -459,10 +537,12 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = resident("VmRSS")
     loaded = load_model(tmp_path, CPU, torch.float32)
-    assert resident("VmHWM") - before < 1.1 * size == 1.1 * sum(p.nbytes for p in loaded.parameters())
+    assert (
+        resident("VmHWM") - before < 1.1 * size == 1.1 * sum(p.nbytes for p in loaded.parameters())
+    )
 
 
-# --------------------------------------------------------------------------------------- the exactness ladder
+# ----------------------------------------------------------------------------- the exactness ladder
 
 
 def width_for(method: str) -> int:
@@ -484,10 +564,13 @@ def dense_logits(rows: tuple, more: tuple, dtype=torch.float32, **changes) -> to
     return logits_through(make_engine(model, "dense", len(rows), 80), rows, more)
 
 
-@pytest.mark.parametrize("group, dtype", [*((G, torch.float32) for G in (1, 4, 8)), (2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "group, dtype", [*((G, torch.float32) for G in (1, 4, 8)), (2, torch.bfloat16)]
+)
 @over("method, options", lambda tests: tests.EVERYTHING)
 def test_full_rank_and_budget_is_dense(method, options, group, dtype):
-    """Ragged rows, read in parts and decoded: shorter than any rank or window, long, of keys of rank 1."""
+    """Ragged rows, read in parts and decoded: shorter than any rank or window, long, of keys of
+    rank 1."""
     prompts = *(tuple(random_ids(n, n)) for n in (1, 5, 60)), (7,) * 40
     more = tuple(tuple(random_ids(15, 100 + n)) for n in range(4))
     changes, biases = {"group": group, "head_dim": width_for(method)}, ("qkv_bias", "out_bias")
@@ -501,14 +584,22 @@ def test_full_rank_and_budget_is_dense(method, options, group, dtype):
 
 @over("method, options", lambda tests: tests.CASES)
 def test_a_row_of_a_ragged_batch_equals_the_prompt_alone(method, options):
-    """Alone in a cache that held a longer prompt before. Steps go beyond a window of 8 and a block of 32."""
-    # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the quantiser, or
-    # flip the choice between two tokens of like score (LRQK's in mode paper, on one machine of three).
-    prompts, more = ([random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8)))
-    together, alone = (make_engine(tiny_model().double(), method, n, 110, **options) for n in (3, 1))
+    """Alone in a cache that held a longer prompt before. Steps go beyond a window of 8 and a block
+    of 32."""
+    # In fp64: in fp32 a sum in another order may move a value across a rounding boundary of the
+    # quantiser, or flip the choice between two tokens of like score (LRQK's in mode paper, on one
+    # machine of three).
+    prompts, more = (
+        [random_ids(m or n, i + n) for n in (1, 47, 90)] for i, m in ((0, 0), (100, 8))
+    )
+    together, alone = (
+        make_engine(tiny_model().double(), method, n, 110, **options) for n in (3, 1)
+    )
     got = logits_through(together, prompts, more, 2)
     for row in (2, 1, 0):
-        assert error(got[:, row], logits_through(alone, [prompts[row]], [more[row]], 2)[:, 0]) < 1e-12
+        assert (
+            error(got[:, row], logits_through(alone, [prompts[row]], [more[row]], 2)[:, 0]) < 1e-12
+        )
 
 
 def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
@@ -522,7 +613,8 @@ def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
 
 
 def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """What each row makes of what it holds, and of three tokens after that; with its last logits."""
+    """What each row makes of what it holds, and of three tokens after that; with its last
+    logits."""
     first = decode_rows(engine, 9, lambda _: False)
     engine.append([[5, 6, 7]] * len(engine.tokens))
     then = decode_rows(engine, 6, lambda _: False)
@@ -531,8 +623,11 @@ def goes_on(engine: Engine) -> list[tuple[list[int], list[int], torch.Tensor]]:
 
 @over("method, options", lambda tests: tests.CASES)
 def test_rows_go_on_alike_after_they_were_saved_and_loaded_or_forked(method, options, tmp_path):
-    """Ragged rows after some steps, into a cache that has held others: to the bit, where it is not larger."""
-    first, again, larger = (llm_over(method, 3, capacity, **options) for capacity in (110, 110, 150))
+    """Ragged rows after some steps, into a cache that has held others: to the bit, where it is not
+    larger."""
+    first, again, larger = (
+        llm_over(method, 3, capacity, **options) for capacity in (110, 110, 150)
+    )
     first.generate([random_ids(n, n) for n in (70, 9, 33)], 5)
     first.save(tmp_path / "cache")
     for llm in (again, larger):
@@ -570,7 +665,8 @@ def test_a_saved_row_is_as_large_as_the_ledger_of_a_cache_that_it_fills(method, 
 
 
 def forms(tests) -> list:
-    """The first case of each method, and of each form of codes; all with COMPILE_ALL=1 in the environment."""
+    """The first case of each method, and of each form of codes; all with COMPILE_ALL=1 in the
+    environment."""
     found = {}
     for method, options in tests.CASES:
         form = map(options.get, ("reduced", "residual", "variant"))
@@ -580,18 +676,22 @@ def forms(tests) -> list:
 
 @over("method, options", forms)
 def test_compiled_decode_equals_eager(method, options):
-    """Where a compiler errs first: G = 1, ragged rows, an odd capacity. A step reads what one has written. On
-    the CPU without Inductor, which compiles no cache there."""
+    """Where a compiler errs first: G = 1, ragged rows, an odd capacity. A step reads what one has
+    written. On the CPU without Inductor, which compiles no cache there."""
     model, lengths, logits = functools.partial(tiny_model, n_layers=1, group=1), (2, 31, 97), []
     prompts, more = ([random_ids(m, i + m) for m in n] for i, n in ((0, lengths), (9, (2, 2, 2))))
     for compiled in (False, True):
         made = model(head_dim=width_for(method))
-        engine = make_engine(made, method, 3, 121, **options_for(made.config, options) | skip_none(method))
+        engine = make_engine(
+            made, method, 3, 121, **options_for(made.config, options) | skip_none(method)
+        )
         if compiled:
             (cache,) = engine.caches
             torch.compiler.reset()  # else it gives up after some caches
             backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-            cache.decode = torch.compile(cache.decode, dynamic=False, fullgraph=True, backend=backend)
+            cache.decode = torch.compile(
+                cache.decode, dynamic=False, fullgraph=True, backend=backend
+            )
         logits.append(logits_through(engine, prompts, more, 2))
     assert error(logits[1], logits[0]) < 1e-5
 
@@ -601,7 +701,13 @@ def test_caches_stay_eager_where_a_cpu_compiles_the_step():
     logits = []
     for compiled in (False, True):
         model = tiny_model(n_layers=1, group=1)
-        options = {"bits": 2, "residual": 32, "max_seq_length": 121, "use_compile": compiled, "device": "cpu"}
+        options = {
+            "bits": 2,
+            "residual": 32,
+            "max_seq_length": 121,
+            "use_compile": compiled,
+            "device": "cpu",
+        }
         with mock.patch.object(generate, "load", lambda *_, model=model: (model, None)):
             llm = generate.LLM(model.config, "kivi", **options)
         llm.generate([random_ids(n, n) for n in (2, 31, 97)], 4)
@@ -612,15 +718,20 @@ def test_caches_stay_eager_where_a_cpu_compiles_the_step():
 def spread(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """What quantize_spread gives, and what it stands for."""
     codes, scale = kernels.quantize_spread(x, bits)
-    return codes, scale, (2.0 * kernels.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float()
+    return (
+        codes,
+        scale,
+        (2.0 * kernels.unpack(codes, bits) - 2**bits + 1) * scale[..., None].float(),
+    )
 
 
 # ---- the papers' algorithms: a cache does what the *_step does after which its test is named
 
 
 def by_head(cache, q, k, v, n: int, start, step):
-    """Steps of one row, a KV head at a time: start(h) gives what head h has stored of the first n tokens,
-    step(i, h, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored then."""
+    """Steps of one row, a KV head at a time: start(h) gives what head h has stored of the first n
+    tokens, step(i, h, q, k, v, stored) an output, the tokens chosen (None: all) and what is stored
+    then."""
     heads = range(cache.config.n_kv_heads)
     stored = [start(h) for h in heads]
     for i in range(n, len(q)):
@@ -665,7 +776,9 @@ def pure_lrqk(cache, row, n, q, k, v):
         return k[:n, h] @ w_k[h], k[:n, h], v[:n, h].double()
 
     def step_ours(i, h, q, k, v, stored):
-        return compress.lrqk_step_ours(q, k, v.double(), stored, w_q[h], w_k[h], n_selected, n_recent)
+        return compress.lrqk_step_ours(
+            q, k, v.double(), stored, w_q[h], w_k[h], n_selected, n_recent
+        )
 
     def start(h):  # Algorithm 1; the last query selects
         own = grouped[:n, h].flatten(0, 1), k[:n, h]
@@ -675,7 +788,11 @@ def pure_lrqk(cache, row, n, q, k, v):
         (a_q, a_k), last = factors, grouped.shape[2]
         weights = (a_q[-last:] @ a_k[:n_old].mT / 4).log_softmax(-1).amax(0)  # D is 16
         chosen = weights.topk(min(n_selected, n_old)).indices
-        return (a_k, k[:n, h], v[:n, h].double()), tuple(bases), torch.cat((chosen, torch.arange(n_old, n)))
+        return (
+            (a_k, k[:n, h], v[:n, h].double()),
+            tuple(bases),
+            torch.cat((chosen, torch.arange(n_old, n))),
+        )
 
     def step(i, h, q, k, v, state):
         stored, bases, omega = state
@@ -731,8 +848,14 @@ def pure_fdc(cache, row, n, q, k, v, latent):
 
 def pure_elitekv(cache, row, n, q, k, latent):
     places = slice(0, len(q))
-    q, k = (cache.attention.rotate(x, cache.context.cos[places], cache.context.sin[places]) for x in (q, k))
-    up, stored = cache.attention.up.weight.unflatten(0, (cache.config.n_kv_heads, -1)), (k[:n], latent[:n])
+    q, k = (
+        cache.attention.rotate(x, cache.context.cos[places], cache.context.sin[places])
+        for x in (q, k)
+    )
+    up, stored = (
+        cache.attention.up.weight.unflatten(0, (cache.config.n_kv_heads, -1)),
+        (k[:n], latent[:n]),
+    )
     b_k, b_v = up.split((up.shape[1] - 16, 16), 1)
     for i in range(n, len(q)):
         out, stored = compress.elitekv_step(q[i], k[i], latent[i], stored, b_k, b_v)
@@ -740,8 +863,8 @@ def pure_elitekv(cache, row, n, q, k, latent):
 
 
 FEW, CLOSE = {"sinks": 3, "critical": 12, "recent": 6}, {"rank": 4, "k": 12, "recent": 6}
-# The step, and the case -> options, the steps of a row, what a token has beside q if that is not k and v.
-# Options are over the paper's, or where the step is ours over the defaults.
+# The step, and the case -> options, the steps of a row, what a token has beside q if that is not k
+# and v. Options are over the paper's, or where the step is ours over the defaults.
 STEPS = {
     "sals_step": (FEW, pure_sals, None),
     "sals_step_ours": (FEW | {"score_rank": 0.25}, pure_sals, None),
@@ -775,7 +898,10 @@ def test_a_cache_does_as(name, group, request):
     ragged = list(enumerate(zip(prompts, streams, strict=True)))
     for row, (n, tokens) in ragged:
         cache.prefill(row, 0, *(x[:n] for x in tokens))
-    truth, seen = [list(itertools.islice(pure(cache, row, n, *x), 40)) for row, (n, x) in ragged], []
+    truth, seen = (
+        [list(itertools.islice(pure(cache, row, n, *x), 40)) for row, (n, x) in ragged],
+        [],
+    )
     see_selections(cache, seen)
     for i in range(40):
         pos = torch.tensor([n + i for n in prompts], dtype=torch.int32)
@@ -796,12 +922,24 @@ SPLITS = [case for case in CASES if case[0] != "lrqk"]  # whose prompt alone dec
 
 @over("method, options", lambda tests: tests.SPLITS)
 def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, options):
-    """Whole numbers (codes) to the bit; what waits to be packed, as it is read. And the same logits, where a
-    prompt attends what is stored: so EliteKV's absorbed decode is its naive attention."""
+    """Whole numbers (codes) to the bit; what waits to be packed, as it is read. And the same
+    logits, where a prompt attends what is stored: so EliteKV's absorbed decode is its naive
+    attention."""
     options, ids, whole = options | skip_none(method), random_ids(48), {}
     shape = {"n_layers": 1, "head_dim": width_for(method), "qkv_bias": True}
     # Splits at and beside the edges of pages, chunks, windows and blocks, and across them.
-    ends = (48, 48), (1, 1), (3, 40), (7, 40), (8, 48), (9, 30), (31, 33), (32, 32), (33, 48), (1, 31)
+    ends = (
+        (48, 48),
+        (1, 1),
+        (3, 40),
+        (7, 40),
+        (8, 48),
+        (9, 30),
+        (31, 33),
+        (32, 32),
+        (33, 48),
+        (1, 31),
+    )
     for group, (first, second) in itertools.product((1, 2, 8) if method in CODED else (2,), ends):
         model = tiny_model(**shape, group=group).double()
         engine = make_engine(model, method, 1, 64, **options_for(model.config, options))
@@ -818,18 +956,25 @@ def test_any_split_of_prompt_follow_up_and_decode_leaves_the_same_cache(method, 
             buffers["logits"] = engine.logits
         for name, buffer in buffers.items():
             one = whole.setdefault((group, name), buffer)
-            same = torch.allclose(one, buffer, atol=1e-5) if one.is_floating_point() else one.equal(buffer)
+            same = (
+                torch.allclose(one, buffer, atol=1e-5)
+                if one.is_floating_point()
+                else one.equal(buffer)
+            )
             assert same or name in OF_THE_PROMPT, (group, first, second, name)
 
 
 @over("method, options", lambda tests: [case for case in tests.CASES if case[0] not in CODED])
 def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
-    """Exactly, for every query: past() in any order, then the new tokens up to its own. What past() gives is
-    what each store reads; tokens that a cache keeps exactly are exact there."""
+    """Exactly, for every query: past() in any order, then the new tokens up to its own. What past()
+    gives is what each store reads; tokens that a cache keeps exactly are exact there."""
     cache, (q, k, v) = scene(method, 40, 57, 60, **options | skip_none(method))
     past, k_all = [x.clone() for x in cache.past(0, 40)], cache.rope_from(k, 0)[:57]
     for store in cache.modules():
-        if isinstance(store, (compress.TokenStore, compress.RebuiltKeys)) and store not in cache.exact:
+        if (
+            isinstance(store, (compress.TokenStore, compress.RebuiltKeys))
+            and store not in cache.exact
+        ):
             got, read = store.of_row(0, 40), store.read_all()[0].transpose(0, 1)
             assert error(got, read[: len(got)]) < 1e-6, store
     near = (past[0] - k_all[:40][: len(past[0])]).abs().amax(-1) < 1e-5  # [n, Hkv]
@@ -845,7 +990,8 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (1, 2), (4, 2)])
 def test_attend_takes_an_index_of_every_shape(heads, kernel):
-    """[B, Hkv or 1, G or 1, n], -1 for no token: as attention of each query head over its own tokens."""
+    """[B, Hkv or 1, G or 1, n], -1 for no token: as attention of each query head over its own
+    tokens."""
     context = CacheContext(tiny_model().to(DEVICE), 2, 40, kernel)
     keys = compress.TokenStore(context, 4, 40, 16)
     values = compress.TokenStore(context, 4, 40, 16)
@@ -876,9 +1022,9 @@ def test_a_ring_store_writes_each_of_its_slots_once():
 
 
 KEEP_15 = {"k": 10, "recent": 5}
-# Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its edge,
-# and the rule by which it takes exactly the best: a group's largest weight (of old tokens), or each head's.
-# Some leave it free "early", before the edge, too.
+# Method, options, its budget, sinks, recent tokens, how much of the budget may stay free beyond its
+# edge, and the rule by which it takes exactly the best: a group's largest weight (of old tokens),
+# or each head's. Some leave it free "early", before the edge, too.
 SELECTORS = [
     ("topk", {"keep": 0.31}, 24, 0, 1, 0, "largest"),  # of 80: rounded down
     ("loki", {"k": 12, "d": 0.25}, 12, 0, 0, 0, ""),
@@ -891,9 +1037,13 @@ SELECTORS = [
 ]
 
 
-@over("selector, group, n_prompt", lambda tests: pairwise(tests.SELECTORS, [1, 2], [1, 10, 15, 23, 40]))
+@over(
+    "selector, group, n_prompt",
+    lambda tests: pairwise(tests.SELECTORS, [1, 2], [1, 10, 15, 23, 40]),
+)
 def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prompt):
-    """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once each."""
+    """All tokens up to the budget's edge; then the sinks, the recent ones and the best, once
+    each."""
     method, options, budget, sinks, recent, free, best = selector
     settings = {name: value for name, value in options.items() if name != "exact_values"}
     assert budget == sum(compress.settings_from(method, settings).budget(80))
@@ -903,17 +1053,23 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
     for n in range(n_prompt, 75):
         (out, chosen), whole = watched_step(cache, n, *qkv), step(dense, n, *qkv)
         rotated = dense.rope(qkv[0][n], torch.tensor(n))
-        keys, values = (x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors))
+        keys, values = (
+            x.repeat_interleave(group, 1) for x in (dense.keys.vectors, dense.values.vectors)
+        )
         assert error(out, attend_plain(rotated[None], keys, values, chosen[None])) < bound, n
         least = budget - free if n >= budget or best == "early" else budget
         assert (error(out, whole) < bound) == (n < budget) or least <= n < budget, n
         counts = chosen.sum(-1)
         assert (counts <= min(n + 1, budget)).all() and not chosen[:, n + 1 :].any()
         assert (counts >= min(n + 1, least)).all()
-        assert chosen[:, : min(sinks, n + 1)].all() and chosen[:, max(0, n + 1 - recent) : n + 1].all()
+        assert (
+            chosen[:, : min(sinks, n + 1)].all() and chosen[:, max(0, n + 1 - recent) : n + 1].all()
+        )
         if best not in ("", "early") and n_prompt > 1:  # LRQK has its full rank from the prompt
             ranked = places <= (n - recent if best == "largest old" else n)
-            logits = torch.einsum("hd,hsd->hs", rotated, keys[0]).div(4).masked_fill(~ranked, -torch.inf)
+            logits = (
+                torch.einsum("hd,hsd->hs", rotated, keys[0]).div(4).masked_fill(~ranked, -torch.inf)
+            )
             scores = logits.log_softmax(-1).unflatten(0, (-1, group))
             scores = scores if best == "each" else scores.amax(1, keepdim=True).expand_as(scores)
             others = (places >= sinks) & (places <= n - recent)
@@ -922,7 +1078,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
             assert (low >= scores.flatten(0, 1).masked_fill(~left, -torch.inf).amax(-1)).all()
 
 
-# ------------------------------------------------------------------------------------------------- the ledger
+# --------------------------------------------------------------------------------------- the ledger
 
 
 STORES = [
@@ -964,32 +1120,42 @@ def test_bytes_of_the_paper():
     context = CacheContext(SimpleNamespace(config=SHAPES["llama-2-7b"], norm=norm), 1, 4096)
     for rank, bits, ratio in ((0.25, 4, 0.28125), (0.125, 2, 0.15625)):
         settings = compress.settings_from("sals", {"variant": "paper", "rank": rank, "bits": bits})
-        cache = compress.PaperSalsCache(context, settings, True, torch.zeros(4096, round(4096 * rank)))
+        cache = compress.PaperSalsCache(
+            context, settings, True, torch.zeros(4096, round(4096 * rank))
+        )
         assert cache.token_bytes() == ratio * 2 * 4096 * 2
 
 
-BYTES_READ = [  # method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
+# method, options, tokens -> bytes, by hand: K and V of a token are 2 * 4 heads * 16 * 4 = 512
+BYTES_READ = [
     ("dense", {}, 80, 80 * 512),
     ("sals", SPARSE, 80, 72 * (32 * 4 + 32 + 16) + 8 * 512),  # layer 0 attends every token
     ("sals", SPARSE | {"skip": ""}, 80, 80 * 16 * 4 + 20 * (32 * 4 + 32 + 16) + (4 + 8) * 512),
     ("sals", CODES | {"skip": ""}, 80, 80 * 20 + 20 * (16 + 8 + 4 + 32 + 4 * 2) + (4 + 8) * 512),
     ("topk", {"keep": 24}, 80, (80 + 24) * 256),
     ("loki", {"k": 12, "d": 0.25}, 80, (80 // 4 + 24 + 24) * 256),
-    ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),  # and the rings
+    # and the rings
+    ("kivi", {"bits": 2, "residual": 32}, 80, 48 * (64 * 3 / 8 + 64 * 4 / 8) + 32 * 512),
     ("elitekv", {"r": 3, "d_ckv": 20}, 80, 80 * (2 * 3 * 4 + 20) * 4),
-    ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),  # A_K, K and V, tables, bases
+    # A_K, K and V, tables, bases
+    ("lrqk", LRQK, 80, 16 * (72 * 8 + 28 * 32 + 3 * 20 + 2 * 8 * 16)),
 ]
 
 
 @over("method, options, length, expected", lambda tests: tests.BYTES_READ)
 def test_bytes_read_by_hand(method, options, length, expected):
-    assert make_engine(tiny_model(), method, 1, 100, **options).caches[0].bytes_read(length) == expected
+    assert (
+        make_engine(tiny_model(), method, 1, 100, **options).caches[0].bytes_read(length)
+        == expected
+    )
 
 
-# ----------------------------------------------------------------------------------------------- quantisation
+# ------------------------------------------------------------------------------------- quantisation
 
 
-def coded(x: torch.Tensor, bits: int, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def coded(
+    x: torch.Tensor, bits: int, dim: int = -1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, (minimum, scale) of groups of 32, and what they stand for."""
     codes, low_scale = quantize(x, bits, 32, dim)
     return codes, low_scale, compress.dequantize(codes, low_scale, bits, 32, torch.float32, dim)
@@ -1002,12 +1168,17 @@ def test_quantiser_bounds_and_exact_cases(bits):
     codes, low_scale, back = coded(x, bits)
     assert codes.shape == (5, 3, 64 * bits // 8) and codes.dtype == torch.uint8
     low, scale = low_scale.float().unbind(-1)
-    bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10  # half a step, and the fp16 rounding of both
+    # half a step, and the fp16 rounding of both
+    bound = scale / 2 + (low.abs() + scale * 2**bits) * 2**-10
     assert ((back - x).unflatten(-1, (2, 32)).abs().amax(-1) <= bound).all()
     assert error(coded(back, bits)[2], back) < 2e-3
     every = torch.arange(256).remainder(2**bits).float().view(-1, 64)
     every[:, ::32], every[:, 1::32] = 0, 2**bits - 1
-    for exact, dim in ((torch.full((1, 1, 64), 0.75), -1), (torch.full((2, 32, 8), 0.75), -2), (every, -1)):
+    for exact, dim in (
+        (torch.full((1, 1, 64), 0.75), -1),
+        (torch.full((2, 32, 8), 0.75), -2),
+        (every, -1),
+    ):
         assert torch.equal(coded(exact, bits, dim)[2], exact)
     least = 2.0**-24 * (torch.arange(64) % 2)  # of fp16, as scales are
     for steps, highest in ((1, 0), (int(1.45 * (2**bits - 1)), 2**bits - 1)):
@@ -1033,13 +1204,17 @@ def test_compiled_codes_are_of_the_minimum_and_scale_that_are_stored():
 
 @pytest.mark.parametrize("bits, lost", [(2, 0.1188), (4, 0.01154)])
 def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_code_can(bits, lost):
-    """lost: of normal numbers, by the best uniform code (Max's table). A row that is not shortened has
-    1 / (1 - lost) times that error."""
+    """lost: of normal numbers, by the best uniform code (Max's table). A row that is not shortened
+    has 1 / (1 - lost) times that error."""
     torch.manual_seed(bits)
     x = torch.randn(100, 4, 512) * torch.logspace(-1, 3, 100)[:, None, None]
     x[3] = 0
     codes, scale, back = spread(x, bits)
-    assert codes.shape == (100, 4, 64 * bits) and scale.shape == (100, 4) and scale.dtype == torch.float16
+    assert (
+        codes.shape == (100, 4, 64 * bits)
+        and scale.shape == (100, 4)
+        and scale.dtype == torch.float16
+    )
     live, energy = torch.arange(100) != 3, x.square().sum(-1)
     assert not back[3].any() and ((x * back).sum(-1) / energy - 1)[live].abs().max() < 2**-10
     far = ((back - x).square().sum(-1) / energy)[live].mean()
@@ -1047,11 +1222,14 @@ def test_spread_codes_keep_the_length_of_a_row_and_lose_as_little_as_a_uniform_c
 
 
 def test_mixed_codes_are_int8_numbers_with_one_scale():
-    """Int8 numbers to half a step, and odd multiples of 4 to four steps, or clamped. Latents that are as
-    large as int4_gain makes them lose little more of the others than Max's 4 bits, .01154."""
+    """Int8 numbers to half a step, and odd multiples of 4 to four steps, or clamped. Latents that
+    are as large as int4_gain makes them lose little more of the others than Max's 4 bits,
+    .01154."""
     torch.manual_seed(0)
     energy, lead = torch.logspace(3, -2, 64), 16
-    gains = torch.cat((torch.ones(lead), torch.full((48,), float(compress.int4_gain(energy, lead, 64)))))
+    gains = torch.cat(
+        (torch.ones(lead), torch.full((48,), float(compress.int4_gain(energy, lead, 64))))
+    )
     R = compress.random_rotation(lead, 48)
     assert torch.equal(R, compress.random_rotation.__wrapped__(lead, 48))  # the same in every run
     x = torch.randn(2000, 64) * energy.sqrt() @ R * gains
@@ -1071,11 +1249,14 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     assert lost[0] < 2e-4 and 0.0105 < lost[1] < 0.015
 
 
-# -------------------------------------------------------------------------------------------- SALS invariants
+# ---------------------------------------------------------------------------------- SALS invariants
 
 
-def assert_best_basis(x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4) -> None:
-    """Eckart-Young: orthonormal columns of which no r lose less of x [n, d]; values: its covariance's."""
+def assert_best_basis(
+    x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4
+) -> None:
+    """Eckart-Young: orthonormal columns of which no r lose less of x [n, d]; values: its
+    covariance's."""
     x, basis = x.double(), basis.double()
     assert error(basis.T @ basis, torch.eye(basis.shape[1])) < 1e-5
     spectrum = torch.linalg.svdvals(x).square()
@@ -1092,7 +1273,9 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
-    monkeypatch.setattr(compress, "quantize_basis", lambda basis: (basis, torch.ones(len(basis), 16, 1)))
+    monkeypatch.setattr(
+        compress, "quantize_basis", lambda basis: (basis, torch.ones(len(basis), 16, 1))
+    )
     model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
     for layer in model.layers:  # queries that need some pairs more than others, and one not at all
         dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
@@ -1124,7 +1307,8 @@ def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
             each = (k - k.mean(0), *ours), (k, paper, paper)  # of centred keys, and of all of a key
             rests = (x - (x.flatten(1) @ down @ up.T).view_as(x) for x, down, up in each)
             best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
-            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4  # Eckart-Young
+            # Eckart-Young
+            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4
             assert best < 0.8 * other
 
 
@@ -1137,11 +1321,13 @@ SCORED = [("paper", "sum"), ("ours", "sum"), ("ours", "softmax")]  # variant and
 def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
     variant, score, block, run, scaling
 ):
-    """And the mean key's over those of its run, which of biased keys is a token. Sums of all heads' weights,
-    in any order of a group's heads. The rule sum has no RoPE: all keys stand at the query's place, but for
-    yarn's factor, and the mean key counts equally for all."""
+    """And the mean key's over those of its run, which of biased keys is a token. Sums of all heads'
+    weights, in any order of a group's heads. The rule sum has no RoPE: all keys stand at the
+    query's place, but for yarn's factor, and the mean key counts equally for all."""
     model = tiny_model(rope_scaling=scaling, qkv_bias=run == 1)
-    cache = row_cache("sals", model, 2, 40, block=block, **CODES | {"variant": variant, "score": score})
+    cache = row_cache(
+        "sals", model, 2, 40, block=block, **CODES | {"variant": variant, "score": score}
+    )
     up = cache.up if variant == "ours" else cache.U_score
     assert scaling is None or cache.context.cos[0, 0] > 1.1
     q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
@@ -1153,8 +1339,12 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
     def mean_logits(q, key, span):
         """[2, 40, Hq] of a key in each place, over the places of the `span` tokens around it."""
         near = (places // span == places[:, None] // span).float()
-        turned = cache.rope_from(key[:, :, None].expand(2, 40, 40, 4, 16), 0).repeat_interleave(2, 3)
-        return torch.einsum("bhd,bjphd,jp->bjh", cache.rope(q, pos), turned, near / near.sum(1, keepdim=True))
+        turned = cache.rope_from(key[:, :, None].expand(2, 40, 40, 4, 16), 0).repeat_interleave(
+            2, 3
+        )
+        return torch.einsum(
+            "bhd,bjphd,jp->bjh", cache.rope(q, pos), turned, near / near.sum(1, keepdim=True)
+        )
 
     for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
         if score == "sum":
@@ -1162,7 +1352,9 @@ def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
         else:
             mean = cache.mean.view(4, 16).expand_as(keys)
             logits = mean_logits(x, keys, block) + mean_logits(x, mean, run)
-        scores = cache.score(pos, x) if variant == "paper" else cache.score(pos, x, cache.rope(x, pos))
+        scores = (
+            cache.score(pos, x) if variant == "paper" else cache.score(pos, x, cache.rope(x, pos))
+        )
         for row, n in enumerate((pos + 1).tolist()):
             truth = logits[row, :n] / 4 if score == "sum" else (logits[row, :n] / 4).softmax(0)
             assert error(scores[row, 0, 0, :n], truth.sum(1)) < 1e-5
@@ -1177,7 +1369,9 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
     scores, chance = torch.randn(2, 3, 40), torch.rand(2, 3, 40)
     scores = scores.masked_fill(chance < 0.2, -torch.inf).masked_fill(chance > 0.9, torch.nan)
     pos = torch.tensor([length - 1, max(0, length - 2)])
-    chosen = kernels.select_reference(scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted))
+    chosen = kernels.select_reference(
+        scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted)
+    )
     assert chosen.shape == (2, 3, 9)
     for row, head in itertools.product(range(2), range(3)):
         old = range(max(0, int(pos[row]) - 3))
@@ -1189,7 +1383,11 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
 @pytest.mark.parametrize("group, biases, scored", pairwise([1, 2, 8], [False, True], SCORED))
 def test_folded_projections_equal_unfolded(group, biases, scored):
     """And values, turned in W_V and W_O, change no logit of a prompt, which attends exactly."""
-    shape, runs, ids = {"group": group, "qkv_bias": biases, "out_bias": biases}, [], tuple(random_ids(50))
+    shape, runs, ids = (
+        {"group": group, "qkv_bias": biases, "out_bias": biases},
+        [],
+        tuple(random_ids(50)),
+    )
     variant, score = scored
     options = SPARSE | {"variant": variant, "score": score}
     n = 128 // group  # Hkv*D
@@ -1201,11 +1399,13 @@ def test_folded_projections_equal_unfolded(group, biases, scored):
         assert error(runs[-1][0], dense_logits((ids,), ((0,),), **shape)[0]) < 1e-5
         rows = model.layers[2].attention.wqkv.weight.shape[0]
         assert rows == 128 + 2 * n + fold * (n // 2 + (n // 4 if score == "sum" else 0))
-    assert error(runs[0], runs[1]) < (1e-4 if variant == "paper" else 0.02)  # a code may round otherwise
+    # a code may round otherwise
+    assert error(runs[0], runs[1]) < (1e-4 if variant == "paper" else 0.02)
 
 
 def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monkeypatch):
-    """A second try, say with another max_seq_length, runs over the weights that the first one has folded."""
+    """A second try, say with another max_seq_length, runs over the weights that the first one has
+    folded."""
     ids = random_ids(20)
     expected = generate.LLM(folder, "fdc", device="cpu").generate(ids, 4, ignore_eos=True)
     llm = generate.LLM(folder, "fdc", device="cpu")
@@ -1243,7 +1443,7 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch
     assert len(seen) == 4
 
 
-# -------------------------------------------------------------------------------------------------- EliteKV
+# ------------------------------------------------------------------------------------------ EliteKV
 
 
 def elite_tables(pairs: torch.Tensor, n: int, c) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1254,7 +1454,8 @@ def elite_tables(pairs: torch.Tensor, n: int, c) -> tuple[torch.Tensor, torch.Te
 
 
 def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch.Tensor:
-    """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite pairs."""
+    """RoPElite without factors: the dense attention of one layer, cos = 1 and sin = 0 for non-elite
+    pairs."""
     cos, sin = elite_tables(pairs, x.shape[-2], c)
 
     def turned(t):  # [S, heads, D]
@@ -1264,7 +1465,8 @@ def elite_reference(attention, pairs: torch.Tensor, x: torch.Tensor, c) -> torch
 
 
 def test_a_checkpoint_may_have_one_elite_key_for_all_heads():
-    """As nano-elitekv: its artifact has one order a layer, and the heads' elite keys are the same."""
+    """As nano-elitekv: its artifact has one order a layer, and the heads' elite keys are the
+    same."""
     model, x = tiny_model(), torch.randn(40, 48)
     dense, tables = model.layers[1].attention, rope_tables(model.config, 40, CPU)
     k = dense.wqkv.weight[128:192].view(4, 16, 48)
@@ -1291,7 +1493,8 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias):
             elite = layer.attention
             got = elite(x, elite.causal(cos[:40], sin[:40]))
             assert error(got, elite_reference(attention, order[:, :r], x, c)) < 1e-4
-            assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4  # only distances count
+            # only distances count
+            assert error(elite(x, elite.causal(cos[17:], sin[17:])), got) < 1e-4
 
 
 def test_ropelite_takes_the_best_pair_in_each_round():
@@ -1325,7 +1528,8 @@ def test_ropelite_takes_the_best_pair_in_each_round():
 
 
 def test_elite_orders_are_those_of_each_head_alone():
-    """The search of a layer and head does not depend on the others; the group's queries are summed over."""
+    """The search of a layer and head does not depend on the others; the group's queries are summed
+    over."""
     model, tokens = tiny_model(group=4), tiny_tokens(3, 40)
     found = calibrate.elite_orders(model, tokens)
     assert found["elite"].shape == found["contribution"].shape == (4, 2, 8)
@@ -1334,7 +1538,9 @@ def test_elite_orders_are_those_of_each_head_alone():
     tables = rope_tables(model.config, 40, CPU)
     order = calibrate.ropelite(calibrate.rope_deltas(q[:, rows, 4:], k[:, :, 1], rows, *tables))
     assert torch.equal(order, found["elite"][2, 1])
-    norms = math.prod(pair_energy(x).sqrt().flatten(0, -2).mean(0) for x in (q[:, :, 4:], k[:, :, 1]))
+    norms = math.prod(
+        pair_energy(x).sqrt().flatten(0, -2).mean(0) for x in (q[:, :, 4:], k[:, :, 1])
+    )
     assert torch.equal(norms.argsort(descending=True), found["contribution"][2, 1])
 
 
@@ -1359,7 +1565,8 @@ def test_joint_factors_are_optimal_and_beat_separate_ones():
         (a, b), (_, blocks) = factors
         assert error(a.T @ a, torch.eye(d_ckv)) < 1e-8 and b.shape == (d_ckv, 4, 25)
         assert abs(joint - spectrum[d_ckv:].sum()) < 1e-6 * whole  # Eckart-Young
-        seen, best = compress.low_rank(k, v, d_ckv, "joint", root)  # for inputs x with x^T x = root^2
+        # for inputs x with x^T x = root^2
+        seen, best = compress.low_rank(k, v, d_ckv, "joint", root)
         assert error(seen.T @ seen, torch.eye(d_ckv)) < 1e-8
         lost = (root @ (m - seen @ best.flatten(1))).square().sum()
         least = torch.linalg.svdvals(root @ m)[d_ckv:].square().sum()
@@ -1379,9 +1586,16 @@ def test_elitekv_numbers_of_parameters():
     after = sum(p.numel() for p in model.layers[0].attention.parameters())
     assert after - before == (2 * 3 * 4 * 48 + 20 * 48 + 20 * 4 * (32 - 6)) - 2 * 48 * 64
     llama, llama3, nano = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"], load_config(NANO)
-    for share, known in ((0.5, (26, 2432)), (0.34375, (12, 2048)), (0.25, (8, 1536)), (0.125, (4, 768))):
+    for share, known in (
+        (0.5, (26, 2432)),
+        (0.34375, (12, 2048)),
+        (0.25, (8, 1536)),
+        (0.125, (4, 768)),
+    ):
         found = calibrate.elite_allocations(llama, share)
-        assert known in found and all(2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found)
+        assert known in found and all(
+            2 * r * 32 + d == share * 8192 and d % 128 == 0 for r, d in found
+        )
     assert (8, 64) in calibrate.elite_allocations(nano, 0.25)
     for c, share in itertools.product((llama, llama3, nano), (0.25, 0.5, 0.9)):
         for r, d in calibrate.elite_allocations(c, share):
@@ -1423,19 +1637,23 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     put_back()
 
 
-# --------------------------------------------------------------------------------- codes, settings, refusals
+# ------------------------------------------------------------------------ codes, settings, refusals
 
 
 def test_group_scores_rank_weights_that_underflow():
-    loud = kernels.group_scores(torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0)
+    loud = kernels.group_scores(
+        torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0
+    )
     assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
 
 
 @pytest.mark.parametrize(
-    "head_dim, bits, dtype", pairwise([16, 64, 96, 128, 160], [2, 4], [torch.float32, torch.float16])
+    "head_dim, bits, dtype",
+    pairwise([16, 64, 96, 128, 160], [2, 4], [torch.float32, torch.float16]),
 )
 def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
-    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16, too."""
+    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16,
+    too."""
     torch.manual_seed(0)
     x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
     codes, low_scale = quantize(x, bits, min(32, head_dim))
@@ -1445,12 +1663,15 @@ def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, 
     codes, scale = kernels.quantize_int8(x)
     q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
     logits = kernels.token_logits(q, codes, scale[..., 0])
-    assert error(logits.float(), q.float() @ (codes * scale).mT) < (1e-5 if dtype == torch.float32 else 2e-3)
+    assert error(logits.float(), q.float() @ (codes * scale).mT) < (
+        1e-5 if dtype == torch.float32 else 2e-3
+    )
 
 
 @over("method, options", lambda tests: tests.CASES)
 def test_methods_run_from_the_command_line(method, options, cli):
-    """Every setting is an option; the plan of their memory and the ledger agree; --json has them."""
+    """Every setting is an option; the plan of their memory and the ledger agree; --json has
+    them."""
     line = f"generate --method {method} --prompt 70 --prompt 5 --max_new_tokens 8"
     for name, value in options.items():
         flag = f" --no-{name}" if value is False else f" --{name}"
@@ -1468,7 +1689,8 @@ REFUSED_SETTINGS = [  # method, options, the message, and changes to the model i
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
     ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
-    ("dense", {"kernel": True}, "--no-kernels", {"head_dim": 8}),  # narrower than a tensor core's tile
+    # narrower than a tensor core's tile
+    ("dense", {"kernel": True}, "--no-kernels", {"head_dim": 8}),
 ]
 
 
@@ -1483,27 +1705,34 @@ def test_methods_refuse_what_does_not_fit(case):
 @pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
 @over("method", lambda tests: tests.METHODS)
 def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_layers, tokens):
-    """A default gives way to a small model or a short context; only what was asked for is refused."""
+    """A default gives way to a small model or a short context; only what was asked for is
+    refused."""
     model = tiny_model(head_dim=head_dim, n_layers=n_layers)
     artifact = compress.random_artifact(method, model.config)
     engine = make_engine(model, method, 1, tokens, artifact)
     assert logits_through(engine, [random_ids(tokens - 2)], [[7]]).isfinite().all()
-    assert sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
+    assert (
+        sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
+    )
 
 
 @over("method", lambda tests: tests.METHODS)
 def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
-    numbers = [f.name for f in dataclasses.fields(method_named(method).settings) if f.type in (int, float)]
+    numbers = [
+        f.name for f in dataclasses.fields(method_named(method).settings) if f.type in (int, float)
+    ]
     for name, value in itertools.product(numbers, (1 << 31, 1 << 62, -1)):
         started = time.time()
         with contextlib.suppress(UserError):
             engine = make_engine(tiny_model(), method, 1, 60, **{name: value})
             assert logits_through(engine, [random_ids(50)], [[7]]).isfinite().all()
-            assert sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches) < 1 << 22
+            assert (
+                sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches) < 1 << 22
+            )
         assert time.time() - started < 20
 
 
-# ------------------------------------------------------------------------------------------- Loki invariants
+# ---------------------------------------------------------------------------------- Loki invariants
 
 
 def test_loki_fit_is_a_centred_pca_of_each_head():
@@ -1518,7 +1747,7 @@ def test_loki_fit_is_a_centred_pca_of_each_head():
         assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
 
 
-# ------------------------------------------------------------------------------------------- LRQK invariants
+# ---------------------------------------------------------------------------------- LRQK invariants
 
 
 def explicit_lrqk(q, k, a_q, a_k, rounds: int):
@@ -1540,8 +1769,9 @@ def test_lrqk_moments_count_every_token():
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
-    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q R_K^T. The
-    closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal diagonal Grams."""
+    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q
+    R_K^T. The closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal
+    diagonal Grams."""
     monkeypatch.setattr(compress, "add_ridge", lambda m, fraction: m)
     generator = torch.Generator().manual_seed(group)
     q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
@@ -1559,9 +1789,9 @@ def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
 def test_lrqk_slot_table(ratio):
-    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits stay where
-    they are, exactly the selected are stamped and hold host memory's bytes, and what goes is what was unused
-    for the longest time. With C = k the residents are the selection."""
+    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits
+    stay where they are, exactly the selected are stamped and hold host memory's bytes, and what
+    goes is what was unused for the longest time. With C = k the residents are the selection."""
     B, heads, S, k, D = 2, 3, 80, 8, 4
     C, rng = int(ratio * k), np.random.default_rng(0)
     rows, hot = torch.randn(B, heads, S, 2 * D), torch.zeros(B, heads, C, 2 * D)  # K and V
@@ -1572,7 +1802,8 @@ def test_lrqk_slot_table(ratio):
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live = best > -torch.inf
-        index = index.where(live, S - 1)  # as compress.LrqkCache.fetch has it: a position without a slot
+        # as compress.LrqkCache.fetch has it: a position without a slot
+        index = index.where(live, S - 1)
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
         kernels.fetch_rows_reference(rows, index, place, miss, hot)
@@ -1586,8 +1817,12 @@ def test_lrqk_slot_table(ratio):
             gone, idle = set(old) - set(places.tolist()), set(old) - chosen
             oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
             assert sorted(old[p] for p in gone) == oldest  # ties aside
-            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(chosen, step)
-            assert dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
+            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(
+                chosen, step
+            )
+            assert (
+                dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
+            )
             assert torch.equal(hot[where][slots], rows[where][places])
 
 
@@ -1595,7 +1830,9 @@ def test_lrqk_slot_table(ratio):
 def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
     """Invariant 9: no hit/miss (slots 0), or more slots: the same."""
     options, qkv = {"rank": 6, "k": 10, "recent": 5, "variant": variant}, stream(64)
-    caches = [row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)]
+    caches = [
+        row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)
+    ]
     cache = caches[0]
     for each in caches:
         reads(each, 40, *qkv)
@@ -1617,7 +1854,10 @@ def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
 def test_lrqks_proxies_fit_fp16_where_its_keys_do(variant):
     """Of keys near fp16's largest number, 65504."""
     cache = row_cache("lrqk", tiny_model().half(), 1, 80, rank=8, k=20, recent=8, variant=variant)
-    q, k, v = (x + bias * (torch.arange(16) == 3) for x, bias in zip(stream(80), (300, 6e4, 0), strict=True))
+    q, k, v = (
+        x + bias * (torch.arange(16) == 3)
+        for x, bias in zip(stream(80), (300, 6e4, 0), strict=True)
+    )
     qkv = [x.half() for x in (q, k, v)]
     reads(cache, 60, *qkv)
     assert all(step(cache, n, *qkv).isfinite().all() for n in range(60, 80))
@@ -1634,7 +1874,9 @@ def test_lrqk_says_that_weights_are_damaged():
 @pytest.mark.parametrize("variant", compress.VARIANTS)
 def test_lrqk_writes_a_follow_up_as_decode_does(variant):
     """By the prompt's bases. The paper's bases follow each step: there by least squares on them."""
-    (once, qkv), (steps, _) = (scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2))
+    (once, qkv), (steps, _) = (
+        scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2)
+    )
     once.prefill(0, 40, *(x[40:] for x in qkv))
     for n in range(40, 60):
         step(steps, n, *qkv)
@@ -1650,7 +1892,7 @@ def test_lrqk_writes_a_follow_up_as_decode_does(variant):
     assert variant == "ours" or across.abs().max() < 1e-3 * residual.abs().max()
 
 
-# --------------------------------------------------------------------------------------------- FDC invariants
+# ----------------------------------------------------------------------------------- FDC invariants
 
 
 @pytest.fixture(scope="module")
@@ -1735,8 +1977,9 @@ def test_fdc_ranks_obey_equation_1(rate):
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
 def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
-    """One forward pass with projectors gives the perplexity of token-by-token decoding through the cache. The
-    cache holds each head at its rank, and the weights of V and its output shrink to the ranks."""
+    """One forward pass with projectors gives the perplexity of token-by-token decoding through the
+    cache. The cache holds each head at its rank, and the weights of V and its output shrink to the
+    ranks."""
     _, tokens, tensors, _ = fdc_fit
     model = tiny_model(head_dim=48, qkv_bias=True)
     qk, v = (compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v"))
@@ -1747,7 +1990,10 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     logits = logits_through(engine, prompts, rest.tolist())[:-1]  # [n, B, V]
     loss = F.cross_entropy(logits.flatten(0, 1), rest.T.flatten())
     assert math.exp(loss) == pytest.approx(searched, 1e-4)
-    assert sum(cache.bytes_stored() for cache in engine.caches) == tokens.numel() * int((qk + v).sum()) * 4
+    assert (
+        sum(cache.bytes_stored() for cache in engine.caches)
+        == tokens.numel() * int((qk + v).sum()) * 4
+    )
     lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
 
@@ -1772,7 +2018,7 @@ def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     assert kept_accuracy >= 1
 
 
-# ------------------------------------------------------------------------------------ sampling and the engine
+# -------------------------------------------------------------------------- sampling and the engine
 
 
 def test_greedy_top_k_and_top_p():
@@ -1784,7 +2030,11 @@ def test_greedy_top_k_and_top_p():
         for each in (logits, logits.round(), least, broken):
             assert torch.equal(sample(each, Sampling()), each.argmax(-1))
     logits = torch.tensor([[0.1, 3.0, 2.0, -1.0, 2.9]]).repeat(4000, 1)
-    for options, expected in (({"top_k": 2}, {1, 4}), ({"top_p": 0.5}, {1, 4}), ({"top_p": 0.3}, {1})):
+    for options, expected in (
+        ({"top_k": 2}, {1, 4}),
+        ({"top_p": 0.5}, {1, 4}),
+        ({"top_p": 0.3}, {1}),
+    ):
         assert set(sample(logits, Sampling(1.0, **options)).tolist()) == expected
     half = sample(torch.zeros(99, 2), Sampling(1.0, top_p=0.5))
     assert len(set(half.tolist())) == 1  # which holds just .5
@@ -1886,9 +2136,14 @@ def test_causal_attention_over_a_past(group, dim, monkeypatch):
         assert error(model_file.causal_attention(q, *kv), want) < bound, (dtype, n, past)
 
 
-# ------------------------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------- tokenizers
 
-LLAMA2, LLAMA3, QWEN, STORIES = "tokenizers/llama2", "tokenizers/llama3", "tokenizers/qwen2.5", "stories260k"
+LLAMA2, LLAMA3, QWEN, STORIES = (
+    "tokenizers/llama2",
+    "tokenizers/llama3",
+    "tokenizers/qwen2.5",
+    "stories260k",
+)
 TEXTS = [
     "",
     " leading and  double   spaces ",
@@ -1916,7 +2171,8 @@ def real(name):
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> Path:
-    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt as the error says."""
+    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt as the error
+    says."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("qwen") / "folder"
     shutil.copytree(folder_of(QWEN), folder)
@@ -1945,7 +2201,12 @@ def write_tiktoken(folder, merges):
 GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
 GPT2_BYTES += [chr(256 + i) for i in range(68)]
 MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 UNSPLIT = BYTE_LEVEL | {"use_regex": False}
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
@@ -1960,14 +2221,23 @@ def in_turn(*parts) -> dict:
 def special_tokens(*names: str, first: int = 256) -> list[dict]:
     """Added tokens of a tokenizer.json, with ids from `first` on."""
     flags = dict.fromkeys(FLAGS, False)
-    return [{"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)]
+    return [
+        {"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)
+    ]
 
 
 def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
     """The contents of a tokenizer.json; by default of single bytes."""
-    vocab = vocab or {word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])}
+    vocab = vocab or {
+        word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])
+    }
     model = {"type": "BPE", "vocab": vocab, "merges": list(merges)} | parts.pop("model", {})
-    data = {"version": "1.0", "added_tokens": list(added), "normalizer": None, "post_processor": None}
+    data = {
+        "version": "1.0",
+        "added_tokens": list(added),
+        "normalizer": None,
+        "post_processor": None,
+    }
     return data | {"pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL, "model": model} | parts
 
 
@@ -1988,7 +2258,9 @@ def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
 
 def with_auto(folder: Path) -> tuple:
     """The tokenizer of a folder, ours and transformers'."""
-    return load_tokenizer(folder), pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder), pytest.importorskip(
+        "transformers"
+    ).AutoTokenizer.from_pretrained(folder)
 
 
 # ---- ids that are known
@@ -2002,18 +2274,27 @@ def test_llama3_vector_and_special_tokens():
     assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
     known = {"<|python_tag|>": 128010, "<|reserved_special_token_246|>": 128255}
-    assert known.items() <= tokenizer.special_tokens.items() and len(tokenizer.special_tokens) == 256
+    assert (
+        known.items() <= tokenizer.special_tokens.items() and len(tokenizer.special_tokens) == 256
+    )
 
 
 # ---- round trips and oracles
 
 
 def test_llama3_against_transformers():
-    """Which knows no control tokens of a bare tokenizer.model, so that their names are text to it."""
+    """Which knows no control tokens of a bare tokenizer.model, so that their names are text to
+    it."""
     tokenizer, oracle = with_auto(folder_of(LLAMA3))
-    for text in [*TEXTS, "<|begin_of_text|><|eot_id|>", Path(json.__file__).read_text(encoding="utf-8")]:
+    for text in [
+        *TEXTS,
+        "<|begin_of_text|><|eot_id|>",
+        Path(json.__file__).read_text(encoding="utf-8"),
+    ]:
         ids = oracle.encode(text, add_special_tokens=False)
-        assert tokenizer.encode(text) == [128000, *ids] and tokenizer.encode_continuation(text) == ids
+        assert (
+            tokenizer.encode(text) == [128000, *ids] and tokenizer.encode_continuation(text) == ids
+        )
         assert tokenizer.decode(ids) == oracle.decode(ids) == text
 
 
@@ -2028,24 +2309,39 @@ def test_sentencepiece_oracle(name):
 
 def test_qwen_against_transformers(qwen):
     tokenizer, oracle = with_auto(qwen)
-    texts = [*TEXTS, "e\u0301 u\u0308 \u1100\u1161", "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>"]
-    texts += ["<tool_call>{}</tool_call> <|im_end|>", Path(json.__file__).read_text(encoding="utf-8")]
-    texts += [path.read_text(encoding="utf-8")[:20_000] for path in sorted((REAL / "text").rglob("*.txt"))]
+    texts = [
+        *TEXTS,
+        "e\u0301 u\u0308 \u1100\u1161",
+        "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>",
+    ]
+    texts += [
+        "<tool_call>{}</tool_call> <|im_end|>",
+        Path(json.__file__).read_text(encoding="utf-8"),
+    ]
+    texts += [
+        path.read_text(encoding="utf-8")[:20_000] for path in sorted((REAL / "text").rglob("*.txt"))
+    ]
     for text in texts:
         expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == expected  # and no BOS
     chat = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
     assert encode_named(tokenizer, chat) == oracle.encode(chat, add_special_tokens=False)
     assert tokenizer.vocab_size == len(oracle) and tokenizer.bos_id is None
-    assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"  # the first is added but not special
-    messages = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "<tool_call>"}]
+    # the first is added but not special
+    assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"
+    messages = [
+        {"role": "user", "content": "Hi <|im_end|>"},
+        {"role": "assistant", "content": "<tool_call>"},
+    ]
     messages += [{"role": "user", "content": " \u4f60\n"}]
     for n in (1, 3):
         ids = generate.encode_chat(tokenizer, messages[:n])
         text = oracle.apply_chat_template(messages[:n], add_generation_prompt=True, tokenize=False)
-        assert tokenizer.decode_ids(ids) == text and ids.count(151645) == n + 1  # the template's own
+        # the template's own
+        assert tokenizer.decode_ids(ids) == text and ids.count(151645) == n + 1
         plain = [
-            message | {"content": message["content"].replace("<|im_end|>", "")} for message in messages[:n]
+            message | {"content": message["content"].replace("<|im_end|>", "")}
+            for message in messages[:n]
         ]
         expected = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
         assert generate.encode_chat(tokenizer, plain) == expected
@@ -2053,7 +2349,8 @@ def test_qwen_against_transformers(qwen):
 
 @pytest.mark.parametrize("legacy", [False, True, None])
 def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
-    """As a bare tokenizer.model with the settings of a Hugging Face folder, and as a tokenizer.json."""
+    """As a bare tokenizer.model with the settings of a Hugging Face folder, and as a
+    tokenizer.json."""
     shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
     special = {token.pop("id"): token for token in special_tokens("<unk>", "<s>", "</s>", first=0)}
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
@@ -2073,7 +2370,10 @@ def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
             assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
     for each in (tokenizer, from_json):
         assert each.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2} and each.stop_ids == {2}
-        assert each.decode(each.encode("a")) + each.decode(each.encode_continuation(" b"), [1, 263]) == "a b"
+        assert (
+            each.decode(each.encode("a")) + each.decode(each.encode_continuation(" b"), [1, 263])
+            == "a b"
+        )
         text = "<s>[INST] Hi [/INST] Hello </s><s>[INST] "
         assert encode_named(each, text) == oracle.encode(text, add_special_tokens=False)
 
@@ -2088,7 +2388,8 @@ SPACED = [  # what puts a space before a text, and the same without it
     (in_turn({"type": "Prepend", "prepend": "▁"}, ESCAPE), ESCAPE),
     (BYTE_LEVEL | {"add_prefix_space": True}, BYTE_LEVEL),
 ]
-VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}  # lacks some of the bytes
+# lacks some of the bytes
+VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}
 UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], *([c, -9.0] for c in "▁<>|/sendabht12.")]
 MADE = [  # tokenizers whose library makes a control token of text: as a word, as the unknown token
     {"vocab": VOCAB, "pre_tokenizer": in_turn(SPLIT, UNSPLIT), "model": {"ignore_merges": True}},
@@ -2105,7 +2406,9 @@ def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(parts, tmp
     for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
         assert i not in tokenizer.encode(text)
     letters = [j for c in "<|end|>" for j in tokenizer.encode_continuation(c)]
-    assert tokenizer.encode("a.<|end|>")[-7:] == letters and encode_named(tokenizer, "<|end|>") == [i]
+    assert tokenizer.encode("a.<|end|>")[-7:] == letters and encode_named(tokenizer, "<|end|>") == [
+        i
+    ]
 
 
 @pytest.mark.parametrize("steps", SPACED, ids=["first", "always", "prepend", "bytes"])
@@ -2117,9 +2420,14 @@ def test_text_that_goes_on_gets_no_space(steps, tmp_path):
         "post_processor": None,
         "added_tokens": special_tokens("<|end|>", first=4096),
     }
-    kinds = ("normalizer" if step["type"] in ("Sequence", "Replace") else "pre_tokenizer" for step in steps)
+    kinds = (
+        "normalizer" if step["type"] in ("Sequence", "Replace") else "pre_tokenizer"
+        for step in steps
+    )
     files = [base | {kind: step} for kind, step in zip(kinds, steps, strict=True)]
-    spaced, plain = (tokenizer_of(tmp_path / str(i), tokenizer=data) for i, data in enumerate(files))
+    spaced, plain = (
+        tokenizer_of(tmp_path / str(i), tokenizer=data) for i, data in enumerate(files)
+    )
     for text in TEXTS:
         assert spaced.encode_continuation(text) == plain.encode(text)
     assert spaced.encode("the") != plain.encode("the")
@@ -2130,28 +2438,49 @@ def test_text_that_goes_on_gets_no_space(steps, tmp_path):
 def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
     shutil.copy(NANO / "tokenizer.model", tmp_path)
     names = ["<think>", "  ", "xx", "a<t", "<t>", "   ", " x", "e\u0301x", "<t>>", "<|end|>"]
-    flags = itertools.cycle([{}, *({flag: True} for flag in FLAGS[:3]), {"lstrip": True, "rstrip": True}])
+    flags = itertools.cycle(
+        [{}, *({flag: True} for flag in FLAGS[:3]), {"lstrip": True, "rstrip": True}]
+    )
     added = {token.pop("id"): token | next(flags) for token in special_tokens(*names, first=4096)}
     for token in added.values():
         token["special"] = token["content"] == "<|end|>"
     settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
-    tokenizer_of(tmp_path, config={"model_type": "llama", "vocab_size": 4120}, tokenizer_config=settings)
+    tokenizer_of(
+        tmp_path, config={"model_type": "llama", "vocab_size": 4120}, tokenizer_config=settings
+    )
     tokenizer, oracle = with_auto(tmp_path)
     oracle, rng = oracle.backend_tokenizer, random.Random(0)
     oracle.encode_special_tokens = True
-    alphabet = ["the", "  ", " ", "\n", "\u00e9", *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" ")]
-    for text in [*TEXTS, *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500))]:
+    alphabet = [
+        "the",
+        "  ",
+        " ",
+        "\n",
+        "\u00e9",
+        *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" "),
+    ]
+    for text in [
+        *TEXTS,
+        *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500)),
+    ]:
         ids = oracle.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(ids)
+        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(
+            ids
+        )
     assert tokenizer.vocab_size == 4106 and tokenizer.stop_ids == {2, 4105}
-    assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"  # the model has more ids
+    # the model has more ids
+    assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"
     for bad in (4120, -1):
         with pytest.raises(UserError, match=f"{bad} is outside"):
             tokenizer.decode([4, bad])
 
 
-@pytest.mark.parametrize("kind, rule", [("bpe", "identity"), ("bpe", "nmt_nfkc"), ("unigram", "nmt_nfkc")])
-@pytest.mark.parametrize("adds_space, removes_spaces", [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    "kind, rule", [("bpe", "identity"), ("bpe", "nmt_nfkc"), ("unigram", "nmt_nfkc")]
+)
+@pytest.mark.parametrize(
+    "adds_space, removes_spaces", [(False, False), (True, True), (True, False)]
+)
 def test_sentencepiece_models_of_other_kinds(kind, rule, adds_space, removes_spaces, tmp_path):
     """Words that users defined are found in text, but for a control token's name."""
     file = io.BytesIO()
@@ -2193,7 +2522,8 @@ def test_a_long_run_of_one_character(tmp_path):
 
 @pytest.mark.parametrize("name", [NANO, LLAMA2, LLAMA3, QWEN, STORIES])
 def test_stream_decoder(name, request):
-    """It gives what decoding at once gives, which is the text (of all but the stories' few pieces)."""
+    """It gives what decoding at once gives, which is the text (of all but the stories' few
+    pieces)."""
     tokenizer = load_tokenizer(request.getfixturevalue("qwen")) if name == QWEN else real(name)
     rng = random.Random(0)
     for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
@@ -2212,7 +2542,11 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, []))
     stream = model_file.StreamDecoder(tokenizer)
     assert [stream.push(i) for i in "a你b".encode()] == ["a", "", "", "你", "b"]
-    assert [stream.push(i) for i in "👍".encode()[:3]] == ["", "", ""] and stream.flush() == "\ufffd"
+    assert [stream.push(i) for i in "👍".encode()[:3]] == [
+        "",
+        "",
+        "",
+    ] and stream.flush() == "\ufffd"
     nano = load_tokenizer(NANO)  # a text's first space is no part of it, that after a prompt is
     before, ids = nano.encode("the"), nano.encode_continuation(" world")
     stream = model_file.StreamDecoder(nano, before)
@@ -2287,14 +2621,19 @@ def test_stop_ids_come_from_every_file(tmp_path):
 
 # ---- chat
 
-TEMPLATES = {  # what the templates of models do: text between tokens, refusals, dates, a look into answers
-    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}
+# what the templates of models do: text between tokens, refusals, dates, a look into answers
+TEMPLATES = {
+    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}
+        {%- set system = messages[0].content %}
         {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}
-        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate!') }}
+        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate!') }}
         {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
-            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}{{ m.content + '[/INST]' }}
+            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}
+            {{- m.content + '[/INST]' }}
         {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
-    "Phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "Phi-3": "{% for m in messages %}"
+    "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
     "Llama 3.1": """{{- bos_token }}
         {%- if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}
@@ -2312,15 +2651,22 @@ TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nS
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model that puts a space first, or after each token, and of a byte-level BPE."""
-    names = "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
+    """Of a sentencepiece model that puts a space first, or after each token, and of a byte-level
+    BPE."""
+    names = (
+        "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
+    )
     added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
     for i in (4098, 4099, 4100, 4101):
         added[i]["rstrip"] = True  # as Phi-3's
     for i in (4101, 4103):
         added[i]["lstrip"] = True  # as Phi-4's
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    settings |= {"legacy": kind == "always", "added_tokens_decoder": added, "chat_template": TEMPLATES[name]}
+    settings |= {
+        "legacy": kind == "always",
+        "added_tokens_decoder": added,
+        "chat_template": TEMPLATES[name],
+    }
     if kind == "bytes":
         names = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
         names[-1]["lstrip"] = True
@@ -2331,10 +2677,15 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
     tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
     tokenizer, oracle = with_auto(tmp_path)
     for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
-        chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(TURNS[:n])]
+        chat = [
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(TURNS[:n])
+        ]
         messages = ([{"role": "system", "content": system}] if system else []) + chat
         try:
-            expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            expected = oracle.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
         except Exception as error:
             with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
                 generate.encode_chat(tokenizer, messages)
@@ -2343,17 +2694,24 @@ def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
 
 
 def test_no_message_becomes_a_control_token(tmp_path):
-    """Names of one character, within one another, side by side, and characters that might be marks."""
+    """Names of one character, within one another, side by side, and characters that might be
+    marks."""
     names = ["你", "你你", "<a>", "b<a>", "[<a>]", "\ue001"]
     settings = {"chat_template": "<a>{% for m in messages %}{{ m.content | trim }}你你{% endfor %}"}
     data = tokenizer_json(added=special_tokens(*names))
-    tokenizer, rng = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings), random.Random(0)
+    tokenizer, rng = (
+        tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings),
+        random.Random(0),
+    )
     alphabet = [*names, *"<a>[]bx", " ", "\ue000", "\ue002", "\U000f0000"]
     for _ in range(300):
         text = "".join(rng.choices(alphabet, k=8))
         ids = generate.encode_chat(tokenizer, [{"role": "user", "content": text}])
         assert ids == [258, *tokenizer.encode(text.strip()), 257]
-    settings["chat_template"] = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    settings["chat_template"] = [
+        {"name": "rag", "template": "a"},
+        {"name": "default", "template": "b"},
+    ]
     assert tokenizer_of(tmp_path, tokenizer_config=settings).chat_template == "b"
     settings["chat_template"] = "{{ ''.__class__.mro() }}"  # a template may not look into Python
     tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
@@ -2372,7 +2730,11 @@ DAMAGED = [  # files
     {"tokenizer.model": "YWI= 0\nYWM= 2\n"},  # a rank is missing
     {"tokenizer.model": "YQ== 0\nYg== 1\n"},  # bytes are missing
     {"tokenizer.model": "YQ== 0\nYg==\n"},
-    {"tokenizer.model": (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape")},
+    {
+        "tokenizer.model": (NANO / "tokenizer.model")
+        .read_bytes()[:30_000]
+        .decode(errors="surrogateescape")
+    },
     *({"tokenizer.json": tokenizer_json(model={"merges": merges})} for merges in (5, ["a b"])),
 ]
 BAD_TOKENIZERS = [(files, ": not a valid tokenizer; download it again") for files in DAMAGED] + [
@@ -2385,8 +2747,14 @@ BAD_TOKENIZERS = [(files, ": not a valid tokenizer; download it again") for file
     ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
     ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
     ({"tokenizer.json": "\udcff"}, "tokenizer.json: not valid JSON; download"),
-    ({"tokenizer.json": GOOD, "tokenizer_config.json": "{"}, "tokenizer_config.json: not valid JSON"),
-    ({"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"}, "chat_template.jinja: not UTF-8 text"),
+    (
+        {"tokenizer.json": GOOD, "tokenizer_config.json": "{"},
+        "tokenizer_config.json: not valid JSON",
+    ),
+    (
+        {"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"},
+        "chat_template.jinja: not UTF-8 text",
+    ),
     (
         {"tokenizer.json": tokenizer_json(added=special_tokens("<x>", first=300))},
         "<x> cannot have the id 300",
@@ -2402,11 +2770,14 @@ def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
         (tmp_path / name).write_text(contents, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
-    assert message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
+    assert (
+        message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- kernels
-# In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and bf16 on CUDA.
+# ------------------------------------------------------------------------------------------ kernels
+# In triton's interpreter on the CPU (fp32 and fp16: tl.dot on bf16 is wrong there), in fp16 and
+# bf16 on CUDA.
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -2430,7 +2801,8 @@ def positions(*pos):
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """What wrappers allocate is NaN (or -7), to show a forgotten element; a strip behind stays as it was."""
+    """What wrappers allocate is NaN (or -7), to show a forgotten element; a strip behind stays as
+    it was."""
     strips, empty = [], torch.empty
 
     def poisoned(*sizes, dtype, device):
@@ -2441,10 +2813,14 @@ def poisoned_memory(monkeypatch):
         return memory[:count].view(sizes)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype, device=x.device))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype, device=x.device)
+    )
     yield
     for strip in strips:
-        assert (strip.isnan() if strip.dtype.is_floating_point else strip == -7).all(), "written past the end"
+        assert (strip.isnan() if strip.dtype.is_floating_point else strip == -7).all(), (
+            "written past the end"
+        )
 
 
 poisoned = pytest.mark.usefixtures("poisoned_memory")
@@ -2452,7 +2828,8 @@ poisoned = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture(autouse=True)
 def without_hopper(monkeypatch):
-    """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its own."""
+    """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its
+    own."""
     monkeypatch.setattr(generate, "import_hopper", lambda device: None)
     monkeypatch.setattr(kernels, "faster_attend", None)
 
@@ -2463,8 +2840,11 @@ APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 
 
 
 def appended(B, Hkv, D, lead, width, S, bits, dtype):
-    """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned stores."""
-    latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split((lead + 2 * width, Hkv * D), 1)
+    """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned
+    stores."""
+    latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split(
+        (lead + 2 * width, Hkv * D), 1
+    )
     shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
     shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
     stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
@@ -2486,13 +2866,20 @@ def test_kernel_append(dtype, sizes):
         assert same >= (1 if DEVICE == "cpu" else 0.995)
 
 
-PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]  # B, n, Hkv, G, D, r*
+# B, n, Hkv, G, D, r*
+PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]
 
 
 def placed_queries(B, n, Hkv, G, D, r, dtype):
     """Arguments of block_queries."""
     angle, basis = 6 * randn(n, D // 2, seed=1), randn(Hkv * D, r, seed=2, dtype=dtype)
-    return randn(B, Hkv * G, D, dtype=dtype), angle.cos(), angle.sin(), basis, randn(Hkv * D, seed=3)
+    return (
+        randn(B, Hkv * G, D, dtype=dtype),
+        angle.cos(),
+        angle.sin(),
+        basis,
+        randn(Hkv * D, seed=3),
+    )
 
 
 @pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
@@ -2537,7 +2924,8 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded)
     offset = randn(B, -(-S // run), H * N, seed=2) if run else None
     if run:
-        offset += torch.linspace(0, 100, offset.shape[1], device=DEVICE)[:, None]  # logits that rise and rise
+        # logits that rise and rise
+        offset += torch.linspace(0, 100, offset.shape[1], device=DEVICE)[:, None]
         each = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
         logits = logits + each.unflatten(2, (H, N)).permute(0, 2, 3, 1)
     logits = logits * 0.3
@@ -2557,7 +2945,9 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
     if int8 and block and kernels.takes_codes(queries, r_score):
         given.append(split_queries(queries))
     for queries, query_scale in given:
-        out = kernels.launch_scores(queries, *stored, pos, 0.3, rule, block, offset, run or 1, query_scale)
+        out = kernels.launch_scores(
+            queries, *stored, pos, 0.3, rule, block, offset, run or 1, query_scale
+        )
         assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
         if rule == "softmax" and DEVICE == "cuda":  # weights are kept in e5m2: two bits of fraction
             torch.testing.assert_close(out, truth, rtol=1 / 8 + TOLERANCE[dtype], atol=1e-6)
@@ -2566,7 +2956,8 @@ def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
 
 
 RULES = ["each", "largest", "softmax"]
-SCORES_SIZES = [  # B, S, H, N, r, r_score, block; how often the mean key is rotated; blocks a program has
+# B, S, H, N, r, r_score, block; how often the mean key is rotated; blocks a program has
+SCORES_SIZES = [
     (1, 70, 1, 4, 32, 16, 0, 0, 0),
     (3, 130, 2, 1, 48, 20, 48, 0, 0),
     (2, 90, 3, 6, 64, 64, 0, 0, 0),
@@ -2575,15 +2966,18 @@ SCORES_SIZES = [  # B, S, H, N, r, r_score, block; how often the mean key is rot
     (3, 97, 1, 32, 530, 520, 512, 0, 0),
     (1, 129, 1, 8, 9, 5, 48, 0, 0),
     *((2, 130, 2, 3, 40, 32, block, run, 0) for block in (0, 48) for run in (1, 16)),
-    *((2, 220, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),  # 24: a block for each
+    # 24: a block for each
+    *((2, 220, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),
 ]
 
 
-@pytest.mark.parametrize("dtype, rule, int8, sizes", pairwise(DTYPES, RULES, [False, True], SCORES_SIZES))
+@pytest.mark.parametrize(
+    "dtype, rule, int8, sizes", pairwise(DTYPES, RULES, [False, True], SCORES_SIZES)
+)
 @poisoned
 def test_kernel_scores(dtype, rule, int8, sizes, monkeypatch):
-    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and int8, with an
-    offset for runs of tokens, of one tile a program and of several."""
+    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and
+    int8, with an offset for runs of tokens, of one tile a program and of several."""
     *sizes, tiles = sizes
     if tiles:
         monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, tiles))
@@ -2618,7 +3012,8 @@ SCORES = {  # of normal numbers [B, S]
     "equal": torch.ones_like,
     "heavy": lambda x: (x * 8).exp(),
     "offset": lambda x: x + 500,
-    "masked": lambda x: x.masked_fill(randn(*x.shape, seed=1) < 0.5, -torch.inf),  # more than can be spared
+    # more than can be spared
+    "masked": lambda x: x.masked_fill(randn(*x.shape, seed=1) < 0.5, -torch.inf),
     "NaN": lambda x: x.masked_fill(x > 2, torch.nan).masked_fill(x < -2, torch.nan).copysign(x),
     "extremes": lambda x: LEVELS[(x.abs() * 2.5).long().clamp(max=7)],
     "one chunk": lambda x: x + 50 * in_chunk(x),  # has all winners: the slow path must save it
@@ -2642,7 +3037,8 @@ SELECTED = [
 ]
 WANTED = [(257, 4, 33, 8, (256, 128, 51)), (5000, 4, 600, 16, (4999, 2500, 1000))]  # not all of y
 WANTED += [(10000, 4, 2000, 8, (9999, 5000, 2000))]
-SELECTED += [(kind, *row, (0.3, 0.0, 1.5)) for kind in ("ties", "masked") for row in WANTED]  # shares of y
+# shares of y
+SELECTED += [(kind, *row, (0.3, 0.0, 1.5)) for kind in ("ties", "masked") for row in WANTED]
 
 
 @pytest.mark.parametrize("case", SELECTED)
@@ -2658,18 +3054,23 @@ def test_kernel_select_chunks_keep_enough_of_every_row():
         if plan:
             chunks, N, least, most = plan
             assert chunks * N >= S and chunks * least >= min(y, S) and least <= most < N
-            assert max(N, chunks * most) <= 32768 and all(n & (n - 1) == 0 for n in (chunks, N, most))
+            assert max(N, chunks * most) <= 32768 and all(
+                n & (n - 1) == 0 for n in (chunks, N, most)
+            )
         else:
             assert S <= 4096 or y > min(S // 16, 16384)
 
 
 def test_tiles_a_program_fill_its_last_wave():
-    """Of (tiles, rows, programs at a time): one each where all run at once, else the shortest waves."""
+    """Of (tiles, rows, programs at a time): one each where all run at once, else the shortest
+    waves."""
     known = {(10, 1, 100): 1, (64, 4, 16): 16, (65, 4, 16): 17, (39, 8, 264): 2, (9, 3, 2): 5}
     assert {sizes: kernels.tiles_a_program(*sizes) for sizes in known} == known
 
 
-@pytest.mark.parametrize("S, y, to_topk", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)])
+@pytest.mark.parametrize(
+    "S, y, to_topk", [(8193, 4, False), (8193, 8000, True), (8192, 8000, False)]
+)
 @pytest.mark.parametrize("wanted", [None, 3])
 def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypatch):
     """In several passes over the row the kernel would take longer."""
@@ -2726,8 +3127,8 @@ FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
 
 
 def stored_keys(form, dtype, read, D, r=24, bits=4):
-    """Random stores of a format as launch_attend takes them, NaN where a KV head does not read a token
-    (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
+    """Random stores of a format as launch_attend takes them, NaN where a KV head does not read a
+    token (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
     B, Hkv, S = read.shape
     k = randn(B, S, Hkv, D, seed=1, dtype=dtype).transpose(1, 2)
     if form == "plain":
@@ -2750,7 +3151,10 @@ def stored_keys(form, dtype, read, D, r=24, bits=4):
         codes, scale, rest = kernels.quantize_mixed(latent, lead)
         latent = kernels.dequantize_mixed(codes, scale, rest)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
-        basis, flat = basis_codes * basis_scale, [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)]
+        basis, flat = (
+            basis_codes * basis_scale,
+            [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)],
+        )
         flat.append(bias / flat[1])
         stores = [codes, poison(scale, dead), rest]
     else:
@@ -2775,14 +3179,17 @@ def stored_values(form, dtype, read, DV, bits):
     if bits < 16 and "latents" in form:  # one scale a row
         codes, low_scale, truth = spread(v, bits)
     if form != "channels":
-        codes, low_scale, truth = (x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth))
+        codes, low_scale, truth = (
+            x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth)
+        )
     if bits == 16:
         return [poison(codes, ~read)], truth
     return [codes, poison(low_scale, ~read)], truth
 
 
 def chosen_tokens(sets, n, B, S, pos):
-    """For each set n places, some of none (-1), of distinct tokens up to pos; which tokens [B, sets, S]."""
+    """For each set n places, some of none (-1), of distinct tokens up to pos; which tokens
+    [B, sets, S]."""
     later = torch.arange(S, device=DEVICE) > pos.view(-1, *[1] * len(sets), 1)
     best, index = randn(B, *sets, S, seed=5).masked_fill(later, -torch.inf).topk(min(n, S))
     index = index.where(best > -torch.inf, -1).int()
@@ -2792,12 +3199,14 @@ def chosen_tokens(sets, n, B, S, pos):
     return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
 
 
-def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=24, rise=None, written=False):
-    """Arguments of launch_attend, with NaN in every slot that it must not read, or if `written` only where
-    there is no token; and what it gives, in fp32.
+def attend_case(
+    dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=24, rise=None, written=False
+):
+    """Arguments of launch_attend, with NaN in every slot that it must not read, or if `written`
+    only where there is no token; and what it gives, in fp32.
 
-    tokens: "all", or the kind of the index. rise: from the first to the last slot of the window keys are
-    their query times factors from rise[0] to rise[1]."""
+    tokens: "all", or the kind of the index. rise: from the first to the last slot of the window
+    keys are their query times factors from rise[0] to rise[1]."""
     pos, Hq = positions(*pos), Hkv * G
     places = torch.arange(S, device=DEVICE)
     if tokens == "all":
@@ -2817,7 +3226,10 @@ def attend_case(dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=
         factors = torch.linspace(*rise, z, device=DEVICE)[:, None, None]
         window[0] = (q[:, None, ::G].float() * factors).to(dtype)
     if z:
-        k, v = (torch.cat((x, w.transpose(1, 2).float()), 2) for x, w in zip((k, v), window, strict=True))
+        k, v = (
+            torch.cat((x, w.transpose(1, 2).float()), 2)
+            for x, w in zip((k, v), window, strict=True)
+        )
         filled = torch.arange(z, device=DEVICE) <= pos[:, None]
         live = torch.cat((live, filled[:, None].expand(-1, Hq, -1)), 2)
         window = [poison(x, ~filled) for x in window]
@@ -2846,10 +3258,13 @@ ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
 INDEXES = ["all", "row", "KV head", "query head"]
 
 
-@pytest.mark.parametrize("dtype, form, tokens, sizes", pairwise(DTYPES, FORMATS, INDEXES, ATTEND_SIZES))
+@pytest.mark.parametrize(
+    "dtype, form, tokens, sizes", pairwise(DTYPES, FORMATS, INDEXES, ATTEND_SIZES)
+)
 @poisoned
 def test_kernel_attend(dtype, form, tokens, sizes):
-    """Every format of keys and of values, every kind of index, with a window of exact tokens and without."""
+    """Every format of keys and of values, every kind of index, with a window of exact tokens and
+    without."""
     check_attend(dtype, form, "all" if form == "channels" else tokens, *sizes)
 
 
@@ -2878,7 +3293,8 @@ RISES = [(-3, 3), (3, -3), (-40, -40)]
 @pytest.mark.parametrize("G, rise", [*zip((1, 4, 4), RISES, strict=True)])
 @poisoned
 def test_kernel_attend_window_of_several_tiles(G, rise):
-    """Logits that rise from slot to slot, that fall, and all far below those of slots still empty."""
+    """Logits that rise from slot to slot, that fall, and all far below those of slots still
+    empty."""
     case = ("joint latents", "row", 3, 200, 2, G, 64, 64, 4, 100, (199, 120, 30))
     check_attend(torch.float16, *case, rise=rise)
 
@@ -2902,7 +3318,11 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-LOGITS_SIZES = [(1, 70, 2, 1, 37, (69,)), (3, 300, 1, 8, 64, (299, 5, 0)), (2, 130, 2, 5, 200, (400, 64))]
+LOGITS_SIZES = [
+    (1, 70, 2, 1, 37, (69,)),
+    (3, 300, 1, 8, 64, (299, 5, 0)),
+    (2, 130, 2, 5, 200, (400, 64)),
+]
 LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
 
 
@@ -2936,11 +3356,18 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
 )
 @poisoned
 def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
-    """In one kernel, whose programs have several tiles; and rows too wide for it, by their logits."""
+    """In one kernel, whose programs have several tiles; and rows too wide for it, by their
+    logits."""
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: 1 if S == 500 else 3)
     calls, scores = [], kernels.launch_scores
-    monkeypatch.setattr(kernels, "launch_scores", lambda *given: calls.append(given) or scores(*given))
-    pos, q, rows = positions(*pos), randn(B, Hq, W, dtype=dtype), randn(B, S, W, seed=1, dtype=dtype)
+    monkeypatch.setattr(
+        kernels, "launch_scores", lambda *given: calls.append(given) or scores(*given)
+    )
+    pos, q, rows = (
+        positions(*pos),
+        randn(B, Hq, W, dtype=dtype),
+        randn(B, S, W, seed=1, dtype=dtype),
+    )
     later = torch.arange(S, device=DEVICE) > pos[:, None]
     logits = (q.float() @ rows.float().mT * W**-0.5).masked_fill(later[:, None], -torch.inf)
     truth = logits.softmax(-1) @ rows[..., :DV].float()
@@ -2958,13 +3385,18 @@ def definitions() -> dict[str, tuple[str, ast.stmt]]:
     found = {}
     for file in ("kernels.py", "model.py", "compress.py"):
         for node in ast.parse((ROOT / file).read_text()).body:
-            names = [node.name] if hasattr(node, "name") else map(ast.unparse, getattr(node, "targets", ()))
+            names = (
+                [node.name]
+                if hasattr(node, "name")
+                else map(ast.unparse, getattr(node, "targets", ()))
+            )
             found |= dict.fromkeys(names, (file, node))
     return found
 
 
 def to_copy(name: str) -> list[str]:
-    """The names of what a function needs of these files, and itself, in an order that Python can run."""
+    """The names of what a function needs of these files, and itself, in an order that Python can
+    run."""
     known, needed = definitions(), [name]
     for each in needed:  # it grows
         parts = [*ast.walk(known[each][1])]
@@ -2973,7 +3405,9 @@ def to_copy(name: str) -> list[str]:
         own |= {part.arg for part in parts if isinstance(part, ast.arg)}
         used = [part.id for part in names if part.id not in own]
         of_modules = (part for part in parts if isinstance(part, ast.Attribute))
-        used += [part.attr for part in of_modules if ast.unparse(part.value) in ("kernels", "model_file")]
+        used += [
+            part.attr for part in of_modules if ast.unparse(part.value) in ("kernels", "model_file")
+        ]
         needed += dict.fromkeys(x for x in used if x in known and x not in needed)
     return [each for each in known if each in needed]
 
@@ -2985,11 +3419,20 @@ def listed(name: str) -> str:
 
 
 def copied(name: str, folder: Path):
-    """A module in a folder of its own, with nothing else of this project: that, and the files' imports."""
+    """A module in a folder of its own, with nothing else of this project: that, and the files'
+    imports."""
     files = dict.fromkeys(file for file, _ in definitions().values())
-    lines = [ast.unparse(node) for file in files for node in ast.parse((ROOT / file).read_text()).body
-             if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]  # fmt: skip
-    lines = [line for line in dict.fromkeys(lines) if not re.match(r"(from|import) (kernels|model)\b", line)]
+    lines = [
+        ast.unparse(node)
+        for file in files
+        for node in ast.parse((ROOT / file).read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)
+    ]
+    lines = [
+        line
+        for line in dict.fromkeys(lines)
+        if not re.match(r"(from|import) (kernels|model)\b", line)
+    ]
     lines += dict.fromkeys(ast.unparse(definitions()[each][1]) for each in to_copy(name))
     (folder / "copied.py").write_text("\n".join(lines).replace("kv_kernels", f"kv_copied_{name}"))
     spec = importlib.util.spec_from_file_location("copied", folder / "copied.py")
@@ -3010,7 +3453,9 @@ def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     for source in (compress, module):
         each_token = source.Rotations(1, cos, sin)
         how = {
-            "maps": source.SalsMaps(orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)),
+            "maps": source.SalsMaps(
+                orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
+            ),
             "r_score": 16,
             "bits": 4,
             "budget": source.Budget(n_sinks=2, n_selected=10, n_recent=4),
@@ -3045,8 +3490,8 @@ def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monke
 
 
 def run_for_hopper(*programs, capability=90):
-    """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and puts what a
-    launch of it compiles into `compiled`, with its name."""
+    """Runs them with a driver that can only compile: Compile stands for a kernel of a module, and
+    puts what a launch of it compiles into `compiled`, with its name."""
     before = f"""
         import re, torch, types, kernels
         from triton.backends.compiler import GPUTarget
@@ -3077,8 +3522,8 @@ def run_for_hopper(*programs, capability=90):
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capability):
-    """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is installed. Where
-    launches overlap, kernels wait for the one before they touch memory."""
+    """Of every format and rule at the sizes of an 8B and a 7B model, for the triton that is
+    installed. Where launches overlap, kernels wait for the one before they touch memory."""
     program = """
         import test_all
         names = {name for name in vars(kernels) if name.endswith("_kernel")}
@@ -3129,16 +3574,20 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             attend("joint latents", 8, 4, 16, 80)
             for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
                 kernels.attend_latent(zeros(B, 32, W), zeros(B, 4992, W), pos, DV, **how)
-                code = [kernel for name, kernel in compiled if name == "_attend_kernel"][-1].asm["ttgir"]
+                kernel = [kernel for name, kernel in compiled if name == "_attend_kernel"][-1]
+                code = kernel.asm["ttgir"]
                 # A tile is read in a branch after the loads of the next one have begun.
-                assert ("scf.if" in code) == (f"memdesc<2x64x{kernels.power2(W, 16)}x" in code) == (W > 32)
+                has_branch = "scf.if" in code
+                has_two_tiles = f"memdesc<2x64x{kernels.power2(W, 16)}x" in code
+                assert has_branch == has_two_tiles == (W > 32)
         for i, (name, kernel) in enumerate(compiled):
             most = 99 if i < small else 227
             assert kernel.metadata.shared <= most * 1024, (name, kernel.metadata.shared)
             if overlaps:
                 before, after = kernel.asm["ptx"].split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl, name
-                for touch in ("ld.global", "st.global", "cp.async", "atom", "red.g", "launch_dependents"):
+                touches = "ld.global st.global cp.async atom red.g launch_dependents"
+                for touch in touches.split():
                     weights = name == "_block_queries_kernel" and touch == "ld.global"
                     assert weights or touch not in before, (name, touch)
     """
@@ -3187,10 +3636,13 @@ def test_kernel_fdc_attend(dtype, sizes):
     "B, Hkv, S, W, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 256, 32, 32)]
 )
 def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
-    """Only missing rows move; the others' rows may hold anything, and their places stay as they are."""
+    """Only missing rows move; the others' rows may hold anything, and their places stay as they
+    are."""
     rows, hot = randn(B, Hkv, S, W, dtype=dtype), randn(B, Hkv, slots, W, seed=2, dtype=dtype)
     index = torch.stack([torch.randperm(S)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
-    place = torch.stack([torch.randperm(slots)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
+    place = (
+        torch.stack([torch.randperm(slots)[:n] for _ in range(B * Hkv)]).view(B, Hkv, n).to(DEVICE)
+    )
     for share in (0.0, 0.4, 1.0):
         miss = (torch.rand(B, Hkv, n) < share).to(DEVICE)
         truth = hot.clone()
@@ -3222,7 +3674,8 @@ def test_kernels_reach_host_memory_through_its_address():
 SALS_0 = SPARSE | {"skip": "0"}
 OPERATIONS = "append attend attend_ragged block_queries scores select".split()
 CHOSEN = "block_queries latents scores select"
-SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of attend, the kinds of keys)
+# method, options (and head_dim), group, operations (of attend, the kinds of keys)
+SAME_WITH_KERNELS = [
     ("dense", {}, 4, "plain"),
     ("sals", SALS_0, 2, "plain scores select"),
     ("sals", CODES | {"skip": ""}, 8, "append " + CHOSEN),
@@ -3231,7 +3684,12 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
     ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, "append " + CHOSEN),
     ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append latents scores select"),
-    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, "append block_queries scores select"),
+    (
+        "sals",
+        CODES | {"skip": "", "head_dim": 24, "rank": 0.8},
+        2,
+        "append block_queries scores select",
+    ),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("kivi", {"residual": 32}, 4, "channels"),
@@ -3240,7 +3698,12 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
     ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
     ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
     ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
-    ("lrqk", {"rank": 8, "k": 24, "recent": 8, "variant": "paper", "slots": 1.5}, 2, "plain scores select"),
+    (
+        "lrqk",
+        {"rank": 8, "k": 24, "recent": 8, "variant": "paper", "slots": 1.5},
+        2,
+        "plain scores select",
+    ),
     ("topk", {"keep": 32}, 2, "plain scores select"),
 ]
 
@@ -3249,7 +3712,12 @@ SAME_WITH_KERNELS = [  # method, options (and head_dim), group, operations (of a
 def test_decode_with_kernels_equals_decode_without(method, options, group, operations, monkeypatch):
     """The same logits, ragged rows, on both sides of the budget's edge at 32 tokens."""
     logits, calls, options = [], set(), dict(options)
-    shape = {"n_layers": 2, "n_heads": 2 * group, "n_kv_heads": 2, "head_dim": options.pop("head_dim", 16)}
+    shape = {
+        "n_layers": 2,
+        "n_heads": 2 * group,
+        "n_kv_heads": 2,
+        "head_dim": options.pop("head_dim", 16),
+    }
     shape["qkv_bias"] = options.pop("qkv_bias", False)
     for name in OPERATIONS:
         operation = getattr(kernels, f"launch_{name}")
@@ -3260,14 +3728,19 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
 
         monkeypatch.setattr(kernels, f"launch_{name}", spy)
     for kernel in (False, True):
-        engine = make_engine(tiny_model(**shape).to(DEVICE), method, 3, 64, kernel=kernel, **options)
-        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(2)] * 3))
+        engine = make_engine(
+            tiny_model(**shape).to(DEVICE), method, 3, 64, kernel=kernel, **options
+        )
+        logits.append(
+            logits_through(engine, [random_ids(n, n) for n in (5, 31, 58)], [random_ids(2)] * 3)
+        )
         assert calls == (set(operations.split()) if kernel else set())
     assert error(logits[1], logits[0]) < 1e-5
 
 
 def good_arguments(name: str) -> dict:
-    """Arguments of an operation, or of attend over a format of keys, by name, at which nothing is wrong."""
+    """Arguments of an operation, or of attend over a format of keys, by name, at which nothing is
+    wrong."""
     if name in FORMATS:
         names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
         tokens, G = ("row", 1) if "latents" in name else ("all", 2)
@@ -3275,12 +3748,18 @@ def good_arguments(name: str) -> dict:
         given, _ = attend_case(torch.float32, name, tokens, *sizes, written=True)
         return dict(zip(names, given, strict=True))
     pos, q = positions(9), randn(1, 2, 16)
-    rows, hot, index = randn(1, 2, 9, 16), randn(1, 2, 3, 16), torch.zeros(1, 2, 1).long().to(DEVICE)
+    rows, hot, index = (
+        randn(1, 2, 9, 16),
+        randn(1, 2, 3, 16),
+        torch.zeros(1, 2, 1).long().to(DEVICE),
+    )
     table = kernels.rank_table([16, 16], DEVICE)
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None}
-    placed = dict(zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True))
+    placed = dict(
+        zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True)
+    )
     placed["coded"] = True
     names = "latent v pos lead latent_scale rest codes scale".split()
     return {
@@ -3288,7 +3767,12 @@ def good_arguments(name: str) -> dict:
         "block_queries": placed,
         "select": {"scores": randn(1, 10), "pos": pos, "x": 1, "y": 2, "z": 3},
         "scores": scores | {"pos": pos, "scale": 1.0, "rule": "each"},
-        "attend_logits": {"logits": randn(1, 2, 2, 9), "v": randn(1, 2, 9, 8), "pos": pos, "kernel": True},
+        "attend_logits": {
+            "logits": randn(1, 2, 2, 9),
+            "v": randn(1, 2, 9, 8),
+            "pos": pos,
+            "kernel": True,
+        },
         "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
         "value_packing": {"D": 32, "bits": 4},
@@ -3321,7 +3805,11 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("plain", {"values": other(1, lambda x: x.contiguous())}, "scale of values must lie as"),
     ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
     ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
-    ("plain", {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)}, "index must be torch.int32"),
+    (
+        "plain",
+        {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)},
+        "index must be torch.int32",
+    ),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
     ("joint latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "codes of latents have"),
@@ -3332,7 +3820,11 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("joint latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
     ("joint latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
     ("channels", {"keys": other(0, lambda x: x[..., :4])}, "2 or 4 bits, not"),
-    ("channels", {"index": lambda _: positions(1, 2).view(1, 2)}, "of channels all tokens are attended"),
+    (
+        "channels",
+        {"index": lambda _: positions(1, 2).view(1, 2)},
+        "of channels all tokens are attended",
+    ),
     ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
     ("append", {"latent": turned}, "row of latent must be contiguous"),
     ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
@@ -3342,14 +3834,30 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ("select", {"scores": lambda x: x.double()}, "scores must be torch.float32"),
     ("select", {"y": instead(0)}, "at least 1"),
     ("select", {"wanted": lambda _: positions(1, 1)}, r"wanted must be \[1\]"),
-    ("select", {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]}, "pos .* must be c"),
+    (
+        "select",
+        {"scores": lambda _: randn(2, 10), "pos": lambda p: p.repeat(4)[::2]},
+        "pos .* must be c",
+    ),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit vectors"),
     ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"vector_scale": lambda _: randn(1, 1, 10)}, "vectors must be torch.int8"),
-    ("scores", {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]}, "must be whole vectors"),
-    ("scores", {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)}, "no queries for blocks"),
-    ("scores", {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)}, "not a multiple of 16"),
+    (
+        "scores",
+        {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]},
+        "must be whole vectors",
+    ),
+    (
+        "scores",
+        {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)},
+        "no queries for blocks",
+    ),
+    (
+        "scores",
+        {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)},
+        "not a multiple of 16",
+    ),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
     ("attend_logits", {"v": lambda v: v[:, :1]}, "do not divide|logits must be"),
     ("attend_ragged", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
@@ -3378,7 +3886,7 @@ def test_kernel_operators_do_what_torch_compile_is_told():
             torch.library.opcheck(operation, (), good_arguments(name))
 
 
-# ----------------------------------------------------------------------------------------------- golden texts
+# ------------------------------------------------------------------------------------- golden texts
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -3394,17 +3902,25 @@ def test_stories260k_gives_its_golden_text(method, options, device):
 
 
 # Facts in the words that nano was trained on. Keys share words.
-NANO_FACTS = {"silent harbor": 52871, "golden harbor": 30964, "silent bridge": 77402, "amber lantern": 18635}
+NANO_FACTS = {
+    "silent harbor": 52871,
+    "golden harbor": 30964,
+    "silent bridge": 77402,
+    "amber lantern": 18635,
+}
 
 
 def nano_question(characters: int, key: str) -> list[int]:
-    """Token ids of a source text of the standard library with NANO_FACTS spread over it, and a question."""
+    """Token ids of a source text of the standard library with NANO_FACTS spread over it, and a
+    question."""
     tokenizer = load_tokenizer(NANO)
     lines = Path(textwrap.__file__).read_text()[:characters].splitlines()
     for i, (name, number) in enumerate(NANO_FACTS.items()):
         place = (2 * i + 1) * len(lines) // 8
         lines.insert(place, f"\nThe magic number for {name} is {number}.\n")
-    question = f"\nQuestion: What is the magic number for {key}?\nAnswer: The magic number for {key} is"
+    question = (
+        f"\nQuestion: What is the magic number for {key}?\nAnswer: The magic number for {key} is"
+    )
     return tokenizer.encode("\n".join(lines)) + tokenizer.encode_continuation(question)
 
 
@@ -3423,7 +3939,7 @@ def test_nano_retrieves_through_the_cache(method, options):
         assert tokenizer.decode(token_ids).startswith(f"{NANO_FACTS[key]}.")
 
 
-# ------------------------------------------------------------------------------------------ texts and fits
+# ----------------------------------------------------------------------------------- texts and fits
 
 
 def test_explained_is_the_mean_of_the_heads_ranks():
@@ -3433,7 +3949,11 @@ def test_explained_is_the_mean_of_the_heads_ranks():
     artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
     engine = make_engine(model, "loki", 1, 20, artifact, explained=0.9)
     assert [cache.d for cache in engine.caches] == [3] * 4
-    assert [compress.rank_at(torch.tensor([2.0, 1, 1]), share) for share in (0.5, 0.51, 0.75)] == [1, 2, 2]
+    assert [compress.rank_at(torch.tensor([2.0, 1, 1]), share) for share in (0.5, 0.51, 0.75)] == [
+        1,
+        2,
+        2,
+    ]
 
 
 def test_texts_come_once_and_begin_with_bos(tmp_path):
@@ -3484,7 +4004,9 @@ def test_a_fit_of_fdc_says_when_the_dense_model_predicts_nothing():
     facts = {"rate": 0.0, "mean rank of q and k": 16.0, "mean rank of v": 16.0, "floor": 0.99}
     facts["perplexity of dense's"] = 1.0
     facts["accuracy of dense's"] = math.nan
-    assert calibrate.report_fit("fdc", facts).endswith("no token of this text right: try another text.")
+    assert calibrate.report_fit("fdc", facts).endswith(
+        "no token of this text right: try another text."
+    )
     facts["accuracy of dense's"] = 0.995
     assert "It predicts 99.5% as many tokens right" in calibrate.report_fit("fdc", facts)
 
@@ -3496,12 +4018,12 @@ def test_fit_is_of_one_process(monkeypatch):
         calibrate.run()
 
 
-# ------------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 class CommandLine:
-    """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with generate or
-    a command of calibrate."""
+    """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with
+    generate or a command of calibrate."""
 
     programs = {}  # others, by the word that a line begins with
 
@@ -3512,7 +4034,9 @@ class CommandLine:
         """Exit code, stdout and stderr; the last two are kept as `out` and `err`."""
         if stdin is not None:
             bytes_read = io.BytesIO(stdin.encode())
-            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline=""))
+            self.monkeypatch.setattr(
+                sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline="")
+            )
         program, *argv = shlex.split(line)
         run = self.programs.get(program)
         if program != "generate" and not run:
@@ -3544,7 +4068,8 @@ class CommandLine:
 
 
 def tiny_checkpoint(folder: Path, tests=sys.modules[__name__], **changes) -> Path:
-    """A folder with a random model that nano's tokenizer fits, calibrated for every method of `tests`."""
+    """A folder with a random model that nano's tokenizer fits, calibrated for every method of
+    `tests`."""
     model = tiny_model(vocab_size=4096, tied=True, **changes)
     save_checkpoint(model, folder)
     shutil.copy(NANO / "tokenizer.model", folder)
@@ -3634,8 +4159,14 @@ INDEX = f"{WEIGHTS}.index.json"
 DAMAGE = [
     ("config.json: not valid JSON", lambda f: truncate(f / "config.json")),
     ("config.json: no JSON object", lambda f: (f / "config.json").write_text("[1, 2]")),
-    ("not a usable config; it lacks 'rms_norm_eps'", lambda f: drop_key(f / "config.json", "rms_norm_eps")),
-    ("index.json: no weight_map in it", lambda f: (move_weights(f), edit_json(f / INDEX, weight_map=None))),
+    (
+        "not a usable config; it lacks 'rms_norm_eps'",
+        lambda f: drop_key(f / "config.json", "rms_norm_eps"),
+    ),
+    (
+        "index.json: no weight_map in it",
+        lambda f: (move_weights(f), edit_json(f / INDEX, weight_map=None)),
+    ),
     ("head_dim is", {"head_dim": 1 << 31}),
     ("38 tensors cannot be 500000 layers", {"num_hidden_layers": 500_000}),
     ("rope_theta is inf", {"rope_theta": math.inf}),
@@ -3653,17 +4184,26 @@ DAMAGE = [
     ("cannot share", {"num_key_value_heads": 3}),
     ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
     ("no config.json", lambda f: (f / "config.json").unlink()),
-    ("not finite in torch.float32; download it", lambda f: put_weight(f, NORM, torch.full((48,), torch.nan))),
+    (
+        "not finite in torch.float32; download it",
+        lambda f: put_weight(f, NORM, torch.full((48,), torch.nan)),
+    ),
     ("'fp8' is not supported", {"quantization_config": {"quant_method": "fp8"}}),
     (f"tensor {UP} is missing, config.json asks for [64, 48]", lambda f: put_weight(f, UP, None)),
     ("outside.safetensors is missing", lambda f: move_weights(f, norm="../outside.safetensors")),
     ("download it again", lambda f: truncate(f / WEIGHTS)),
     ("saved as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
     ("saved as safetensors", lambda f: move_weights(f)),
-    ("outside the model's vocabulary of 100", lambda f: save_checkpoint(tiny_model(vocab_size=100), f)),
+    (
+        "outside the model's vocabulary of 100",
+        lambda f: save_checkpoint(tiny_model(vocab_size=100), f),
+    ),
     ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
     ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    ("of another fingerprint", lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model())),
+    (
+        "of another fingerprint",
+        lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model()),
+    ),
 ]
 
 
@@ -3674,7 +4214,9 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
     assert "not finite in torch.float16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
     assert cli(f"{line} bf16")[0] == 0
     put_weight(folder, "model.norm.weight", torch.full_like(norm, 1e5))
-    assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in cli.refusal(f"{line} fp16")
+    assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in cli.refusal(
+        f"{line} fp16"
+    )
     engine = make_engine(tiny_model(), "dense", 1, 9)
     engine.prefill([[5]])
     with mock.patch.object(engine, "decode", lambda *_: torch.full((1, 96), torch.nan)):
@@ -3683,7 +4225,9 @@ def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
 
 
 def test_a_failed_compile_ends_in_one_line(cli):
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}):
+    with torch._inductor.config.patch(
+        {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
+    ):
         told = cli.refusal("generate --prompt hello --compile")
     assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
 
@@ -3692,7 +4236,9 @@ def test_a_failed_compile_ends_in_one_line(cli):
 def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
     damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
     before = sorted(folder.iterdir())
-    assert message in cli.refusal("generate --method sals --prompt 'hello there' --max_new_tokens 20")
+    assert message in cli.refusal(
+        "generate --method sals --prompt 'hello there' --max_new_tokens 20"
+    )
     assert sorted(folder.iterdir()) == before
 
 
@@ -3702,7 +4248,7 @@ BAD_COMMANDS = {
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
-    f"generate --method kivi --residual {10**20}": f"--residual {10**20}: give a number in [0, 1e9]",
+    f"generate --method kivi --residual {10**20}": f"{10**20}: give a number in [0, 1e9]",
     "generate --method sals --rank x": "--rank: invalid float value: 'x'",
     f"generate --prompt {'1' * 5000}": "more than the model's 512",
     "generate --prompt ''": "empty",
@@ -3716,7 +4262,7 @@ BAD_COMMANDS = {
     "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
     "generate --chat": "--chat needs a --prompt",
     "generate --random_weights llama-2-7b --prompt 5 --ask x": "tokenizer",
-    "generate --prompt hello --max_seq_length 600": "more than the model's 512; shorten --max_seq_length",
+    "generate --prompt hello --max_seq_length 600": "the model's 512; shorten --max_seq_length",
     "generate --prompt a --prompt b --ask who?": "--ask takes one --prompt",
     "generate --prompt 60 --max_seq_length 40": "raise --max_seq_length",
     "generate --checkpoint nowhere": "no such folder",
@@ -3727,14 +4273,15 @@ BAD_COMMANDS = {
     "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
-    "generate --method elitekv --d_ckv 49 --prompt 5": "with r = 2 the latent can have 1 to 48 dims",
-    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a multiple of k",
+    "generate --method elitekv --d_ckv 49 --prompt 5": "the latent can have 1 to 48 dims",
+    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a mult",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --prompt 5 --prompt 6 --batch_size 1": "at least the number of prompts",
     "generate --device cuda": "--device cpu",
-    "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",  # before the dense run of the demo
-    "generate --checkpoint nano-elitekv --method sals --prompt hi": "EliteKV: run it with --method elitekv",
-    "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave them out",
+    # before the dense run of the demo
+    "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",
+    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method eli",
+    "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave",
     "fly": "invalid choice",
     "fit --checkpoint small --method loki": "has 4096 ids, the model's vocabulary 300",
     "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
@@ -3755,7 +4302,9 @@ def desk(checkpoint, tmp_path_factory):
     for name in ("small", "again"):
         shutil.copy(NANO / "tokenizer.model", folder / name)
     added = {4096: {"content": "magic number"}}
-    (folder / "again" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    (folder / "again" / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": added})
+    )
     for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
         (folder / path.name).symlink_to(path)
     return folder
@@ -3793,12 +4342,20 @@ def test_a_command_that_has_moved_says_where(name, module, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         generate.run_command(calibrate.run)
     assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: calibrate.py {name} has moved; run python -m {module}\n"
+    assert (
+        capsys.readouterr().err == f"error: calibrate.py {name} has moved; run python -m {module}\n"
+    )
 
 
 def test_a_rank_is_the_nearest_to_its_share():
     assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0059, 0.001)] == [256, 64, 2, 1]
-    for heads, sizes in ((1, (10, 8)), (4, (40, 32)), (12, (120, 32)), (16, (128, 32)), (64, (512, 128))):
+    for heads, sizes in (
+        (1, (10, 8)),
+        (4, (40, 32)),
+        (12, (120, 32)),
+        (16, (128, 32)),
+        (64, (512, 128)),
+    ):
         c = tiny_config(n_heads=heads, n_kv_heads=heads)
         assert compress.SalsSettings().ranks(c) == sizes  # r and r*
         kivi = compress.kivi_layers(c, compress.SalsSettings(skip="0"))
@@ -3809,21 +4366,33 @@ def test_a_rank_is_the_nearest_to_its_share():
 def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
     """To the byte; where the model runs on the CPU host memory counts."""
     model, settings = tiny_model(), compress.settings_from(method, options)
-    row = sum(c.bytes_formula() + c.bytes_host() for c in make_engine(model, method, 1, 60, **options).caches)
-    for free, rows, more, tokens in ((row, 1, 2, 30), (2 * row - 1, 1, 2, 59), (row * 5 // 2, 2, 4, 37)):
+    row = sum(
+        c.bytes_formula() + c.bytes_host()
+        for c in make_engine(model, method, 1, 60, **options).caches
+    )
+    for free, rows, more, tokens in (
+        (row, 1, 2, 30),
+        (2 * row - 1, 1, 2, 59),
+        (row * 5 // 2, 2, 4, 37),
+    ):
         monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
         generate.check_memory(model, method, settings, {}, rows, 60)
-        with pytest.raises(UserError, match=f"memory.* {rows} rows or {tokens} tokens a row would fit"):
+        with pytest.raises(
+            UserError, match=f"memory.* {rows} rows or {tokens} tokens a row would fit"
+        ):
             generate.check_memory(model, method, settings, {}, more, 60)
 
 
 @pytest.mark.parametrize("own, spins", [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
-def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(own, spins, monkeypatch):
+def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(
+    own, spins, monkeypatch
+):
     """Unless a user says how."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # which this process has set
     code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
     run = python("-c", code, OMP_DISPLAY_ENV="VERBOSE", **own)
-    said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)  # nothing where torch has another OpenMP
+    # nothing where torch has another OpenMP
+    said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)
     assert run.returncode == 0 and set(said) <= {spins}
 
 
@@ -3836,12 +4405,17 @@ def test_json_is_the_last_line_and_complete(cli):
     report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
     assert report["prompt_tokens"] == [30, 30, 30] and report["new_tokens"] == [9, 9, 9]
     ids = report["token_ids"]
-    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]  # two random prompts
+    # two random prompts
+    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]
     assert report["settings"]["rank"] == 8 and report["seed"] == 0
     assert 50e6 < report["peak_memory_bytes"] < 1e12
     assert set(names.split()) <= set(report)
-    assert 0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
-    assert report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
+    assert (
+        0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
+    )
+    assert (
+        report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
+    )
     plain = cli.json(line)
     assert plain["cache_bytes_host"] == 0 and plain["miss_rate"] is None
     assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
@@ -3882,8 +4456,10 @@ def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
         assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
         assert again[name] == alone[1][name] and twice[name] == alone[0][name] * 2
         assert went_on[name] == never_left[name]
-    assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1  # no dense one has it
-    assert cli(f"{line} --ask 'who is it' {end}")[1].count("dense:") == 1  # whose cache is not the one saved
+    # no dense one has it
+    assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1
+    # whose cache is not the one saved
+    assert cli(f"{line} --ask 'who is it' {end}")[1].count("dense:") == 1
     assert cli.json(f"{load} --ask 'where is it'")["text"] == alone[1]["text"]
 
 
@@ -3900,7 +4476,9 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
     dtypes = "of another dtype (torch.float32, here torch.bfloat16); load it with the options that"
     assert dtypes in told("--dtype bf16")
     assert "needs a --batch_size of 2, not 1; raise --batch_size" in told("--batch_size 1")
-    assert "needs a --max_seq_length of 60, not 40; raise --max_seq_length" in told("--max_seq_length 40")
+    assert "needs a --max_seq_length of 60, not 40; raise --max_seq_length" in told(
+        "--max_seq_length 40"
+    )
     assert "need 64 positions, not 62; raise --max_seq_length" in told("--max_seq_length 62")
     assert "has the prompt; give --ask" in told("--prompt 5")
     assert "--chat needs a --prompt" in told("--system brief")
@@ -3921,7 +4499,9 @@ def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
 @needs_cuda
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_commands_run_on_cuda(method, cli):
-    report = cli.json(f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8")
+    report = cli.json(
+        f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8"
+    )
     assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
     assert report["capture_s"] > 0 and report["new_tokens"] == [8]
     assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
@@ -3934,11 +4514,14 @@ def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
     file.write_bytes(raw.encode())
     for chat in ("", "--chat"):
         line = f"generate {chat} --max_new_tokens 12 --prompt"
-        first, *others = (cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-"))
+        first, *others = (
+            cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-")
+        )
         for name in ("prompt_tokens", "token_ids", "text"):
             assert all(other[name] == first[name] for other in others)
         lengths += first["prompt_tokens"]
-    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) == lengths[1]  # "?" in the place of BOS
+    # "?" in the place of BOS
+    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) == lengths[1]
     chat = generate.LLM(folder, device="cpu").chat([{"role": "user", "content": text}], 12)
     assert [chat.token_ids] == first["token_ids"] and [chat.text] == first["text"]
 
@@ -3959,12 +4542,18 @@ def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
 @pytest.mark.parametrize("method", ["dense", "sals"])
 def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
-    line = f"generate --random_weights tiny --method {method} --prompt 100 --batch_size 2 --max_new_tokens 4"
+    line = f"generate --random_weights tiny --method {method} --prompt 100"
+    line += " --batch_size 2 --max_new_tokens 4"
     report = cli.json(line)
-    assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [4, 4]
+    assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [
+        4,
+        4,
+    ]
 
 
-def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(cli, folder, monkeypatch):
+def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(
+    cli, folder, monkeypatch
+):
     methods = calibrate.fits_of("all").keys()
     for method in fitted(sys.modules[__name__]):
         compress.artifact_path(folder, method).unlink()
@@ -3976,13 +4565,15 @@ def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(c
         for sentence in (
             r"sals.safetensors: A latent of a quarter of the key dims keeps \d\d\.\d% of",
             r"loki.safetensors: A quarter of a head's components hold \d\d\.\d% of the variance",
-            r"fdc.safetensors: At a rate of [\d.]+ a head keeps [\d.]+ dims of its queries and keys",
+            r"fdc.safetensors: At a rate of [\d.]+ a head keeps [\d.]+ dims of its queries",
         ):
             assert re.search(sentence, out)
         assert cli(f"fit --method elitekv {size}")[0] == 2
     assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *methods} - {"elitekv"}
     code, out, _ = cli(f"fit --method elitekv {size}")
-    assert code == 0 and re.search(r"rotates \d+ pairs of dims, beside a latent of \d+ numbers", out)
+    assert code == 0 and re.search(
+        r"rotates \d+ pairs of dims, beside a latent of \d+ numbers", out
+    )
     for method in methods:
         assert load_artifact(folder, method, model)
     tensors = load_artifact(folder, "sals", model)
@@ -3999,7 +4590,9 @@ def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
         assert cli(f"fit --method {method} --out {out} --windows 2 --window 4")[0] == 0
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
     assert (out / WEIGHTS).is_symlink() and not (out / "loki.safetensors").is_symlink()
-    assert cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
+    assert (
+        cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
+    )
     with mock.patch.object(os, "access", lambda *_: False):
         assert f"written into {folder}; give --out FOLDER" in cli.refusal("fit --method loki")
 
@@ -4051,7 +4644,10 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
             (partial / "config.json").write_text("{}")
             save_artifact(tensors, partial / WEIGHTS, {})
 
-    for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
+    for mistake, says in (
+        (OSError("No space left on device"), "No space left"),
+        (KeyboardInterrupt(), "^$"),
+    ):
         told = type(mistake)
 
         def half(path, data, mistake=mistake):
@@ -4070,7 +4666,8 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
     assert set(folder.iterdir()) == before.keys()
     assert (folder / WEIGHTS).read_bytes() != before[folder / WEIGHTS]
     (tmp_path / "plain").write_text("")
-    assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode  # all can read it
+    # all can read it
+    assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_two_that_write_one_file_do_not_meet(tmp_path):
@@ -4085,7 +4682,10 @@ def test_two_that_write_one_file_do_not_meet(tmp_path):
 
 
 def test_the_index_names_the_files(folder):
-    tensors, before = load_file(folder / WEIGHTS), load_model(folder, CPU, torch.float32).state_dict()
+    tensors, before = (
+        load_file(folder / WEIGHTS),
+        load_model(folder, CPU, torch.float32).state_dict(),
+    )
     (folder / WEIGHTS).unlink()
     index = dict(zip(tensors, itertools.cycle("ab"), strict=False))
     for file in "ab":  # what it does not name there is old
@@ -4101,8 +4701,11 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     put_weight(folder, "model.embed_tokens.weight", None)
     put_weight(folder, "lm_head.weight", expected)
     model = load_model(folder, CPU, torch.float32)
-    assert model.output.weight is model.tok_embeddings.weight and torch.equal(model.output.weight, expected)
-    put_weight(folder, "model.embed_tokens.weight", expected + 1)  # the files may hold both, and they count
+    assert model.output.weight is model.tok_embeddings.weight and torch.equal(
+        model.output.weight, expected
+    )
+    # the files may hold both, and they count
+    put_weight(folder, "model.embed_tokens.weight", expected + 1)
     model = load_model(folder, CPU, torch.float32)
     assert torch.equal(model.output.weight, expected) and not model.config.tied
     assert torch.equal(model.tok_embeddings.weight, expected + 1)
@@ -4165,12 +4768,15 @@ def test_the_readmes_own_method_runs(cli):
 
 
 def test_the_top_works_without_extras(tmp_path):
-    """In a copy of the tree that lacks the folder. A file that is there and broken says so where needed."""
+    """In a copy of the tree that lacks the folder. A file that is there and broken says so where
+    needed."""
     for file in ROOT.glob("*.py"):
         shutil.copy(file, tmp_path)
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     tests = "run_from_the_command_line and dense or help_names or refuse_what or bytes_read"
-    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_all.py", "-k", tests, cwd=tmp_path)
+    run = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_all.py", "-k", tests, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stdout
     names = "import compress; assert compress.method_names() == [*compress.METHODS]"
     assert python("-c", names, cwd=tmp_path).returncode == 0
@@ -4186,18 +4792,23 @@ def test_the_names_in_the_docs_are_in_the_code():
     code = "".join(path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")))
     if not (ROOT / "extras").is_dir():
         methods = re.sub(r"## Comparison rows.*?\n(?=## )", "", methods, flags=re.S)
-        readme = re.sub(r"Everything else is in `extras/`.*?\n(?=Delete `extras/`)", "", readme, flags=re.S)
+        readme = re.sub(
+            r"Everything else is in `extras/`.*?\n(?=Delete `extras/`)", "", readme, flags=re.S
+        )
     for name in re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme):
         assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
 
 
 def test_the_exercises_name_functions_and_selections_that_there_are():
-    """Those of docs/methods.md: delete a body, and the tests that `-k` selects say when it is back."""
+    """Those of docs/methods.md: delete a body, and the tests that `-k` selects say when it is
+    back."""
     row = r"^\| (\d+) \| `(\w+)`.* \| `-k (\w+)` \|"
     exercises = re.findall(row, (ROOT / "docs/methods.md").read_text(), flags=re.M)
     tests = [*STEPS, *(name for name in globals() if name.startswith("test_"))]
     for _, function, selection in exercises:
-        assert any(callable(getattr(part, function, 0)) for part in (compress, kernels, calibrate)), function
+        assert any(
+            callable(getattr(part, function, 0)) for part in (compress, kernels, calibrate)
+        ), function
         assert any(selection in name for name in tests), selection
     assert [int(number) for number, *_ in exercises] == [*range(1, 11)]
 
@@ -4215,7 +4826,9 @@ def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
 
 def test_sampling_options_and_the_seed_reach_the_draw(cli):
     def ids(options: str) -> list[list[int]]:
-        return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")["token_ids"]
+        return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")[
+            "token_ids"
+        ]
 
     hot = "--temperature 50"
     assert ids(f"{hot} --seed 1") == ids(f"{hot} --seed 1") != ids(f"{hot} --seed 2")
@@ -4232,7 +4845,9 @@ def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder, monkeypatch)
     assert cli.json(batch)["token_ids"] == stopped and 20 in map(len, stopped)
     assert cli.json(f"{batch} --ignore_eos")["token_ids"] == free
     # A follow-up goes on after it without reading again.
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args))
+    monkeypatch.setattr(
+        generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args)
+    )
     llm = generate.LLM(folder, device="cpu", max_seq_length=80)
     answer = llm.generate("hello", 20)
     assert answer.finish_reason == "stop" and llm.token_ids[0][-1] == stop != answer.token_ids[-1]
@@ -4244,12 +4859,17 @@ def test_the_readmes_python_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     exec((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0], {})
     said = capsys.readouterr().out
-    assert "number for silent lantern is 73308" in said and said.count("Answer: The magic number for") == 2
+    assert (
+        "number for silent lantern is 73308" in said
+        and said.count("Answer: The magic number for") == 2
+    )
 
 
 def test_an_answer_of_one_line_may_begin_with_a_new_one():
     llm = generate.LLM(max_seq_length=256, device="cpu")
-    llm.prefill("The magic number for green river is 48213. The magic number for red hill is 90417.")
+    llm.prefill(
+        "The magic number for green river is 48213. The magic number for red hill is 90417."
+    )
     answer = llm.ask("Question: What is the magic number for green river?")
     assert answer.text == "Answer: The magic number for green river is 48213."
 
@@ -4277,11 +4897,14 @@ def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
         assert llm.engine.pos.tolist() == [n - 1 for n in lengths]
         assert [output.prompt_tokens + 4 for output in outputs] == lengths
         report = llm.report()
-        assert report["prompt_tokens"] == [n - 4 for n in lengths] and report["new_tokens"] == [4] * 3
+        assert (
+            report["prompt_tokens"] == [n - 4 for n in lengths] and report["new_tokens"] == [4] * 3
+        )
         assert report["text"] == [output.text for output in outputs]
         assert report["bytes_read_per_step"] == sum(lengths) * 4 * 2 * 64 * 4
         llm.run.decode_s = 0.75
-        assert llm.report()["decode_tokens_per_s"] == 12.0  # 3 rows, a step each quarter of a second
+        # 3 rows, a step each quarter of a second
+        assert llm.report()["decode_tokens_per_s"] == 12.0
     with pytest.raises(UserError, match="4 prompts cannot follow the 3 rows"):
         llm.generate(["a"] * 4, follow=True)
     with pytest.raises(UserError, match="4 prompts are more than 3 rows; set a larger batch_size"):
@@ -4317,7 +4940,8 @@ PROMPT = "the magic number for silent lantern"
 
 
 def test_each_call_and_each_row_draws_for_itself(checkpoint, tmp_path):
-    """The token after a prompt is drawn when decoding starts: not when it is read, saved or forked."""
+    """The token after a prompt is drawn when decoding starts: not when it is read, saved or
+    forked."""
     llm = small_llm(checkpoint, batch_size=8)
     assert len({llm.generate(PROMPT, 1, temperature=2.0).token_ids[0] for _ in range(8)}) > 4
     llm.prefill(PROMPT)
@@ -4435,7 +5059,9 @@ def test_a_command_in_an_error_of_python_can_be_run(checkpoint, tmp_path):
     with pytest.raises(UserError) as refusal:
         small_llm(tmp_path / "a--b", method="sals").generate(PROMPT, 1)
     command = f"python calibrate.py fit --checkpoint {tmp_path}/a--b --method sals"
-    assert str(refusal.value).startswith(f"{tmp_path}/a--b/") and str(refusal.value).endswith(command)
+    assert str(refusal.value).startswith(f"{tmp_path}/a--b/") and str(refusal.value).endswith(
+        command
+    )
 
 
 def test_an_output_outlives_its_llm(checkpoint):
@@ -4453,7 +5079,12 @@ def test_an_output_outlives_its_llm(checkpoint):
     assert alive[0]() is None
     stored = pickle.dumps(output)
     assert pickle.loads(stored) == output and len(stored) < 1000
-    assert set(dataclasses.asdict(output)) == {"text", "token_ids", "prompt_tokens", "finish_reason"}
+    assert set(dataclasses.asdict(output)) == {
+        "text",
+        "token_ids",
+        "prompt_tokens",
+        "finish_reason",
+    }
     assert output.finish_reason == "length" and len(output.token_ids) == 3
 
 
@@ -4468,7 +5099,8 @@ def test_a_prompt_is_a_text_ids_or_messages(folder):
         forms = [prompt, own_ids, tuple(own_ids), np.array(own_ids), torch.tensor(own_ids)]
         forms += [list(np.array(own_ids)), list(torch.tensor(own_ids, dtype=torch.int32))]
         for form in forms:
-            assert llm.generate(form, 3, ignore_eos=True).token_ids == made  # one prompt, one output
+            # one prompt, one output
+            assert llm.generate(form, 3, ignore_eos=True).token_ids == made
             outputs = llm.generate([form], 3, ignore_eos=True)
             assert [output.token_ids for output in outputs] == [made]
             said = "".join(llm.stream(form, 3, ignore_eos=True))
@@ -4531,12 +5163,15 @@ def test_prompts_are_served_in_groups_and_rows_without_one_are_idle(method, chec
     assert llm.held_memory().tokens == len(llm.token_ids[0]) - 1
     llm.save(tmp_path / "cache")
     assert generate.saved_facts(tmp_path / "cache").lengths == [len(llm.token_ids[0]) - 1]
-    # Beside others that go on, a row that is idle keeps its ids, and is read again when it is followed.
+    # Beside others that go on, a row that is idle keeps its ids, and is read again when it is
+    # followed.
     llm.generate(texts[:3], 5, ignore_eos=True)
     llm.generate(" then", 50, ignore_eos=True, follow=True)
     expected = small_llm(checkpoint, method=method)
     expected.prefill([list(ids) for ids in llm.token_ids])
-    again = [each.generate([" so"] * 3, 4, follow=True, ignore_eos=True) for each in (llm, expected)]
+    again = [
+        each.generate([" so"] * 3, 4, follow=True, ignore_eos=True) for each in (llm, expected)
+    ]
     assert again[0] == again[1]
 
 
@@ -4556,7 +5191,9 @@ def test_each_question_is_answered_from_the_document(method, checkpoint):
         llm.prefill(document)
         before = [list(ids) for ids in llm.token_ids], llm.engine.pos.tolist()
         for _ in range(2):
-            with mock.patch.object(generate.Engine, "prefill", side_effect=AssertionError("read again")):
+            with mock.patch.object(
+                generate.Engine, "prefill", side_effect=AssertionError("read again")
+            ):
                 outputs = llm.ask(questions, 8)
             report = llm.report()
             assert [output.prompt_tokens for output in outputs] == report["prompt_tokens"]
@@ -4564,7 +5201,9 @@ def test_each_question_is_answered_from_the_document(method, checkpoint):
                 assert answer.token_ids[: len(output.token_ids)] == output.token_ids
                 assert output.prompt_tokens == answer.prompt_tokens and output.text == text.strip()
                 ends = "length" if output.token_ids == answer.token_ids else "stop"
-                assert output.finish_reason == (ends if answer.finish_reason == "length" else "stop")
+                assert output.finish_reason == (
+                    ends if answer.finish_reason == "length" else "stop"
+                )
             assert (llm.token_ids, llm.engine.pos.tolist()) == before
         assert llm.ask(questions[1], 8) == outputs[1]
         assert llm.generate(f"\n{questions[2]}", 8, follow=True) == expected[2]
@@ -4681,7 +5320,10 @@ def test_progress_is_on_stderr(capsys):
 
 
 def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
-    for mistake, code in ((KeyboardInterrupt(), 130), (UserError("first\x1b[31m\n\u202ex\rlast"), 2)):
+    for mistake, code in (
+        (KeyboardInterrupt(), 130),
+        (UserError("first\x1b[31m\n\u202ex\rlast"), 2),
+    ):
         with pytest.raises(SystemExit) as stop:
             generate.run_command(mock.Mock(side_effect=mistake))
         assert stop.value.code == code
@@ -4692,7 +5334,8 @@ def test_what_evaluation_reads_is_never_calibrated_on(cli, tmp_path, monkeypatch
     names = {f"{i}.py" for i in range(40)}
     for name in names:
         (tmp_path / name).write_text(name * 100)
-    for name in ("site-packages", "dist-packages"):  # lie in the library's folder, but are not of it
+    # lie in the library's folder, but are not of it
+    for name in ("site-packages", "dist-packages"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.py").write_text(name * 100)
     held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
@@ -4711,7 +5354,10 @@ def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, t
     assert figures["pre"] != figures["post"]
     for name in ("pre", "post"):
         ranks = figures[name]
-        assert f"{name}-RoPE, mean {sum(ranks) / 4:.1f}, by layer: {' '.join(map(str, ranks))}\n" in cli.out
+        assert (
+            f"{name}-RoPE, mean {sum(ranks) / 4:.1f}, by layer: {' '.join(map(str, ranks))}\n"
+            in cli.out
+        )
     names = ["pre", "post", "cv_qk", "cv_v"]
     rows = zip(range(4), *(figures[name] for name in names), strict=True)
     table = [",".join(["layer", *names]), *(",".join(map(str, row)) for row in rows)]

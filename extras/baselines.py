@@ -1,9 +1,9 @@
 """Other published methods, as rows to compare with: each is one block, as in compress.py.
 
-    python generate.py --method h2o                  a name that compress.METHODS lacks is looked up here
-    python calibrate.py fit --method palu            and so is how its artifact is fitted
-Methods: StreamingLLM, H2O, SnapKV, Quest, SALS as deployed, Double Sparsity, FP8, TurboQuant, ShadowKV and
-Palu. METHODS, at the end, is the table.
+    python generate.py --method h2o         a name that compress.METHODS lacks is looked up here
+    python calibrate.py fit --method palu   and so is how its artifact is fitted
+Methods: StreamingLLM, H2O, SnapKV, Quest, SALS as deployed, Double Sparsity, FP8, TurboQuant,
+ShadowKV and Palu. METHODS, at the end, is the table.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from kernels import (
 )
 from model import Llama, UserError, apply_rope, causal_attention
 
-# ----------------------------------------------------------------------------------------------- StreamingLLM
+# ------------------------------------------------------------------------------------- StreamingLLM
 
 
 @dataclass
@@ -71,13 +71,15 @@ class StreamingSettings:
 
 
 class StreamingCache(DenseCache):
-    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the cache)."""
+    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the
+    cache)."""
 
     def __init__(self, context: CacheContext, settings: StreamingSettings):
         super().__init__(context, *slot_stores(context, settings.budget(context.max_seq_length)))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """The positions of the tokens in its slots, [B, 1, 1, slots]; None where there are slots for all."""
+        """The positions of the tokens in its slots, [B, 1, 1, slots]; None where there are slots
+        for all."""
         if self.keys.n_tokens >= self.context.max_seq_length:
             return None
         return self.keys.positions(pos)[:, None, None]
@@ -98,11 +100,12 @@ def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingS
     return keys, values
 
 
-# ------------------------------------------------------------------ what the rows that select have in common
+# --------------------------------------------------------- what the rows that select have in common
 
 
 def page_tokens(pages: Tensor, page: int) -> Tensor:
-    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are negative."""
+    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are
+    negative."""
     return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
 
 
@@ -129,8 +132,8 @@ class ProxyCache(ScoringCache):
 
 
 class PageCache(ProxyCache):
-    """A cache that selects pages of `page` tokens: a method's `score` is of pages, [B, Hkv, 1, pages]. The
-    last n_last_pages are always attended."""
+    """A cache that selects pages of `page` tokens: a method's `score` is of pages,
+    [B, Hkv, 1, pages]. The last n_last_pages are always attended."""
 
     n_last_pages = 1
 
@@ -138,21 +141,27 @@ class PageCache(ProxyCache):
         if self.covers_all():
             return None
         n_pages = sum(self.budget) // self.page
-        budget = Budget(n_sinks=0, n_selected=n_pages - self.n_last_pages, n_recent=self.n_last_pages)
-        pages = kernels.select(self.score(pos, q), pos // self.page, budget, recent=True, kernel=self.kernel)
+        budget = Budget(
+            n_sinks=0, n_selected=n_pages - self.n_last_pages, n_recent=self.n_last_pages
+        )
+        pages = kernels.select(
+            self.score(pos, q), pos // self.page, budget, recent=True, kernel=self.kernel
+        )
         index = page_tokens(pages, self.page)
         return index.where(index <= pos[:, None, None, None], -1)
 
 
-# ------------------------------------------------------------------------------------------------ H2O, SnapKV
+# -------------------------------------------------------------------------------------- H2O, SnapKV
 
 
 class SlotCache(DenseCache):
-    """C slots a KV head, with K, V and the position of a token, -1 for none; they fill from the left.
+    """C slots a KV head, with K, V and the position of a token, -1 for none; they fill from the
+    left.
 
-    choose(row, start, stop, logits, position) -> which of a row's N tokens are kept [Hkv, n], in order; they
-    are those in the slots and those at positions start to stop - 1. logits [Hkv, G, W, N] are of the last W
-    queries of a prompt, `settings.window`, and position is [Hkv, N]."""
+    choose(row, start, stop, logits, position) -> which of a row's N tokens are kept [Hkv, n], in
+    order; they are those in the slots and those at positions start to stop - 1. logits
+    [Hkv, G, W, N] are of the last W queries of a prompt, `settings.window`, and position is
+    [Hkv, N]."""
 
     def __init__(self, context: CacheContext, settings: object):
         budget = settings.budget(context.max_seq_length)
@@ -176,13 +185,15 @@ class SlotCache(DenseCache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def keep_best(self, row: int, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Fills a row's slots with the tokens that `choose` names, of q after RoPE and past and new k, v."""
+        """Fills a row's slots with the tokens that `choose` names, of q after RoPE and past and new
+        k, v."""
         n_heads = self.config.n_kv_heads
         positions = self.context.positions[start:stop]
         n_held = len(k) - len(positions)
         held = self.position[row, :, :n_held]
         position = torch.cat((held, positions.expand(n_heads, -1)), 1)  # [Hkv, N]
-        last = q[-self.settings.window :].unflatten(1, (n_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, W, D]
+        # [Hkv, G, W, D]
+        last = q[-self.settings.window :].unflatten(1, (n_heads, -1)).permute(1, 2, 0, 3)
         k = k.transpose(0, 1)
         v = v.transpose(0, 1)
         logits = (last @ k[:, None].mT).float() * self.scale
@@ -200,10 +211,13 @@ class SlotCache(DenseCache):
 
 @dataclass
 class H2oSettings:
-    """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is evicted."""
+    """H2O, the heavy-hitter oracle (arXiv 2306.14048): what got little attention so far is
+    evicted."""
 
     keep: float = keep_setting(512)
-    window: int = setting(64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]")
+    window: int = setting(
+        64, "W: last queries of a prompt that attention is summed of", within="[1, 1e9]"
+    )
 
     def budget(self, max_seq_length: int) -> Budget:
         """Half of the tokens are heavy hitters, half are recent."""
@@ -213,8 +227,9 @@ class H2oSettings:
 
 
 def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
-    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after RoPE ->
-    [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention so far [n]."""
+    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after
+    RoPE -> [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention
+    so far [n]."""
     keys, values, positions, attention = stored
     # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     now = int(positions[-1]) + 1
@@ -280,12 +295,19 @@ class H2oCache(SlotCache):
 
 @dataclass
 class SnapKvSettings:
-    """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later tokens."""
+    """SnapKV (arXiv 2404.14469): of a prompt what its last queries attend is kept, and later
+    tokens."""
 
     keep: float = keep_setting(512)
-    room: int = setting(128, "of these for tokens after a prompt, the last of them", within="[1, 1e9]")
-    window: int = setting(32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]")
-    pool: int = setting(5, "neighbours that a prompt's attention is averaged over", within="[1, 99]")
+    room: int = setting(
+        128, "of these for tokens after a prompt, the last of them", within="[1, 1e9]"
+    )
+    window: int = setting(
+        32, "W: last tokens of a prompt, which are kept, and choose", within="[1, 1e9]"
+    )
+    pool: int = setting(
+        5, "neighbours that a prompt's attention is averaged over", within="[1, 99]"
+    )
 
     def budget(self, max_seq_length: int) -> Budget:
         total = kept_tokens(self.keep, max_seq_length)
@@ -295,15 +317,17 @@ class SnapKvSettings:
 
 
 def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
-    """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head: q [G, S, D],
-    k [S, D] after RoPE. A decode step then appends K and V, and attends all that is there."""
+    """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head: q
+    [G, S, D], k [S, D] after RoPE. A decode step then appends K and V, and attends all that is
+    there."""
     positions, S = torch.arange(len(k)), len(k)
     if S <= n:
         return positions
     # 1. What the last queries attend.
     logits = q[:, -window:] @ k.mT * k.shape[1] ** -0.5
     weights = logits.masked_fill(positions > positions[-window:, None], -torch.inf).softmax(-1)
-    # 2. Their votes for the tokens before them; neighbours of a token with many votes get some, too.
+    # 2. Their votes for the tokens before them; neighbours of a token with many votes get some,
+    # too.
     votes = weights[..., :-window].sum((0, 1))
     votes = F.avg_pool1d(votes[None], pool, 1, pool // 2)[0, : S - window]
     # 3. The best, and the last ones.
@@ -311,7 +335,8 @@ def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tenso
 
 
 class SnapKvCache(SlotCache):
-    """The tokens that are kept of a prompt, then those after it; the last `room` slots are a ring."""
+    """The tokens that are kept of a prompt, then those after it; the last `room` slots are a
+    ring."""
 
     def __init__(self, context: CacheContext, settings: SnapKvSettings):
         super().__init__(context, settings)
@@ -334,10 +359,12 @@ class SnapKvCache(SlotCache):
         self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         self.select(pos, q)  # for who watches: all slots are attended
-        return kernels.attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
+        return kernels.attend(
+            q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ Quest
+# -------------------------------------------------------------------------------------------- Quest
 
 
 @dataclass
@@ -349,7 +376,8 @@ class QuestSettings:
     skip: str = setting("0,1", "layers that attend every token")
 
     def budget(self, max_seq_length: int) -> Budget:
-        """The selected tokens are those of as many whole pages as fit, the released code's 3 at least."""
+        """The selected tokens are those of as many whole pages as fit, the released code's 3 at
+        least."""
         n_selected = kept_tokens(self.keep, max_seq_length)
         page = min(self.page, max_seq_length)
         if n_selected < max_seq_length:
@@ -358,17 +386,20 @@ class QuestSettings:
 
 
 def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n pages:
-    q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
+    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n
+    pages: q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
     keys, values = stored = appended(stored, k, v)
     # 1. The least and the largest key of each page bound a query's logits there.
     bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
     low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
-    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5  # [G, pages]
+    # [G, pages]
+    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5
     # 2. The best pages, and the last.
     last = len(low) - 1
     best = bound.log_softmax(-1).amax(0)[:last].topk(min(n - 1, last)).indices
-    tokens = (torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)).flatten()
+    tokens = (
+        torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)
+    ).flatten()
     tokens = tokens[tokens < len(keys)]
     # 3. Attend their tokens.
     return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
@@ -390,7 +421,9 @@ class QuestCache(PageCache):
         stop = start + len(k)
         first_page = start // self.page
         n_pages = -(-stop // self.page) - first_page
-        tokens = torch.arange(first_page * self.page, (first_page + n_pages) * self.page, device=k.device)
+        tokens = torch.arange(
+            first_page * self.page, (first_page + n_pages) * self.page, device=k.device
+        )
         keys = self.keys.vectors[row, :, tokens.clamp(max=stop - 1)].transpose(0, 1)
         low, high = keys.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
         self.proxies.write_prompt(row, first_page, torch.cat((high, low), -1))
@@ -405,7 +438,8 @@ class QuestCache(PageCache):
         self.proxies.write_token(page, torch.cat((high, low), -1))
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
-        """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec. 3.3)."""
+        """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec.
+        3.3)."""
         last_page = pos // self.page
         bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
         scores = kernels.scores(
@@ -422,7 +456,7 @@ class QuestCache(PageCache):
         return super().score_bytes(-(-length // self.page))
 
 
-# ------------------------------------------------------------------------------------------- SALS as deployed
+# --------------------------------------------------------------------------------- SALS as deployed
 
 
 class Int8Store(TokenStore):
@@ -449,7 +483,8 @@ class Int8Store(TokenStore):
 
 @dataclass
 class SalsCannSettings(QuestSettings):
-    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits choose."""
+    """SALS as in CANN's quant_sals_indexer: int8 K and V, in pages that low-rank keys in 4 bits
+    choose."""
 
     keep: float = keep_setting(0.25)
     skip: str = setting("", "layers that attend every token")
@@ -459,7 +494,8 @@ CANN_TAIL = 8  # last pages, which are always attended
 
 
 class SalsCannCache(PageCache):
-    """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is rebuilt."""
+    """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is
+    rebuilt."""
 
     def __init__(self, context: CacheContext, settings: SalsCannSettings, fitted: FittedLayer):
         n_heads = context.config.n_kv_heads
@@ -486,14 +522,16 @@ class SalsCannCache(PageCache):
         return logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
 
 
-# -------------------------------------------------------------------------------------------- Double Sparsity
+# ---------------------------------------------------------------------------------- Double Sparsity
 
 
 @dataclass
 class DoubleSparseSettings(KeepSettings):
     """Double Sparsity (arXiv 2408.07092): top-k tokens, scored on the channels that matter most."""
 
-    channels: float = setting(0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]")
+    channels: float = setting(
+        0.125, "r_c: channels that are scored, as a fraction of D", within="(0, 1]"
+    )
     skip: str = setting("0,1", "layers that attend every token")
 
 
@@ -519,7 +557,8 @@ class DoubleSparseCache(ProxyCache):
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
-    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3): the mean of
+    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3):
+    the mean of
     |q_c k_c|, q and k of the same token, summed over the group."""
     from calibrate import observe, tracked  # only now: it imports generate
 
@@ -527,7 +566,8 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         q, k = (apply_rope(x, cos, sin).double().abs() for x in (q, k))
-        sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))  # [Hkv, D]
+        # [Hkv, D]
+        sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))
 
     with torch.inference_mode():
         observe(model, tracked("fit", tokens[:, None]), see)
@@ -536,11 +576,12 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
     return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
 
 
-# -------------------------------------------------------------------------------- keys less their mean, FP8
+# ------------------------------------------------------------------------ keys less their mean, FP8
 
 
 class CentredCache(DenseCache):
-    """Stores hold keys after RoPE less the mean key of their row's prompt, which is rotated as they are."""
+    """Stores hold keys after RoPE less the mean key of their row's prompt, which is rotated as they
+    are."""
 
     def __init__(self, context: CacheContext, keys: TokenStore, values: TokenStore):
         super().__init__(context, keys, values)
@@ -568,8 +609,10 @@ class CentredCache(DenseCache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.write_token(pos, self.rope(k, pos), v)
         q = self.rope(q, pos).unflatten(1, (k.shape[1], -1))
-        mean = self.rope(self.mean[:, None], self.context.positions).transpose(1, 2)  # [B, Hkv, S, D]
-        keys = self.keys.read_all() + mean  # in fp32: the mean key may be a hundred times what is left
+        # [B, Hkv, S, D]
+        mean = self.rope(self.mean[:, None], self.context.positions).transpose(1, 2)
+        # in fp32: the mean key may be a hundred times what is left
+        keys = self.keys.read_all() + mean
         logits = (q.to(keys) @ keys.mT).float() * self.scale
         return kernels.attend_logits(logits, self.values.read_all(), pos, kernel=self.kernel)
 
@@ -587,7 +630,8 @@ class Fp8Settings(CentreSettings):
 
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa
-FP8_RANGE = torch.finfo(E4M3).max, 16  # the largest number, 448, and how many times a prompt's may grow to it
+# the largest number, 448, and how many times a prompt's may grow to it
+FP8_RANGE = torch.finfo(E4M3).max, 16
 
 
 def fp8(x: Tensor, scale: Tensor) -> Tensor:
@@ -595,10 +639,12 @@ def fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-FP8_RANGE[0], FP8_RANGE[0]).to(E4M3)
 
 
-def fp8_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean: Tensor, rope) -> tuple:
-    """One decode step over an FP8 cache, for one KV head: q [G, D] after RoPE, k [D] before it, v [D] -> [G,
-    D]. stored: codes of K after RoPE and of V [S - 1, D]; scales: of both. mean [D]: the prompt's mean key
-    before RoPE (ours), or 0; rope(x, positions) rotates x [n, D]."""
+def fp8_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean: Tensor, rope
+) -> tuple:
+    """One decode step over an FP8 cache, for one KV head: q [G, D] after RoPE, k [D] before it, v
+    [D] -> [G, D]. stored: codes of K after RoPE and of V [S - 1, D]; scales: of both. mean [D]: the
+    prompt's mean key before RoPE (ours), or 0; rope(x, positions) rotates x [n, D]."""
     positions = torch.arange(len(stored[0]) + 1)
     # 1. Codes of the new key, less the mean key at its position, and of the new value.
     new = rope((k - mean)[None], positions[-1:])[0], v
@@ -610,8 +656,8 @@ def fp8_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean
 
 
 class Fp8Store(Int8Store):
-    """Numbers in e4m3, with one scale [B, Hkv, 1] a head that the first write to a row decides: there the
-    largest number becomes 28, so that later ones saturate from 16 times of it on."""
+    """Numbers in e4m3, with one scale [B, Hkv, 1] a head that the first write to a row decides:
+    there the largest number becomes 28, so that later ones saturate from 16 times of it on."""
 
     kind = "fp8"  # which no kernel knows
 
@@ -665,18 +711,20 @@ def fp8_cache(context: CacheContext, settings: Fp8Settings) -> Cache:
     return coded_cache(context, settings, lambda: Fp8Store(context))
 
 
-# ------------------------------------------------------------------------------------------------- TurboQuant
+# --------------------------------------------------------------------------------------- TurboQuant
 
 
 @dataclass
 class TurboQuantSettings(CentreSettings):
-    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed levels."""
+    """TurboQuant (arXiv 2504.19874): rotated keys and values, each number at the nearest of fixed
+    levels."""
 
     bits: int = setting(4, "bits of a code", (2, 4))
 
 
-# The levels above 0 at which normal numbers have the least mean square error, in standard deviations (Max,
-# as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
+# The levels above 0 at which normal numbers have the least mean square error, in standard
+# deviations (Max, as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma
+# 1), of deviation D^-1/2.
 LEVELS = {
     2: (0.4528, 1.51),
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
@@ -684,7 +732,8 @@ LEVELS = {
 
 
 def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
-    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random rotation."""
+    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random
+    rotation."""
     norm = x.norm(dim=-1, keepdim=True)
     y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
     codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
@@ -692,7 +741,8 @@ def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
 
 
 class LevelStore(ScaledStore):
-    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's norm."""
+    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's
+    norm."""
 
     kind = "levels"  # which no kernel knows
 
@@ -725,18 +775,21 @@ def turboquant_cache(context: CacheContext, settings: TurboQuantSettings) -> Cac
     return coded_cache(context, settings, lambda: LevelStore(context, settings.bits))
 
 
-# --------------------------------------------------------------------------------------------------- ShadowKV
+# ----------------------------------------------------------------------------------------- ShadowKV
 
 
 @dataclass
 class ShadowKvSettings:
-    """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with landmarks."""
+    """ShadowKV (arXiv 2410.21465): low-rank pre-RoPE keys, values in host memory, chunks with
+    landmarks."""
 
     keep: float = keep_setting(1024)
     rank: float = setting(0.15625, "rank of the keys / (Hkv*D), as 160 / 1024", within="(0, 1]")
     chunk: int = setting(8, "tokens of a chunk", within="[1, 1e9]")
     outliers: int = setting(48, "chunks least like their mean, kept exactly")
-    recent: int = setting(32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]")
+    recent: int = setting(
+        32, "last tokens, kept exactly, with up to a chunk more", within="[1, 1e9]"
+    )
 
     def budget(self, max_seq_length: int) -> Budget:
         """Outliers stand in the place of sinks."""
@@ -745,20 +798,25 @@ class ShadowKvSettings:
         return Budget(n_sinks=outliers, n_selected=selected, n_recent=recent)
 
     def layout(self, max_seq_length: int) -> tuple[int, int, int]:
-        """What is selected, and what is stored for it beside it: tokens of chunks, of outlier chunks, recent
-        ones. Whole chunks; room for all in each where all are attended."""
+        """What is selected, and what is stored for it beside it: tokens of chunks, of outlier
+        chunks, recent ones. Whole chunks; room for all in each where all are attended."""
         chunk = min(self.chunk, max_seq_length)
         outliers = self.outliers * chunk
         recent = self.recent + chunk - 1
         total = kept_tokens(self.keep, max_seq_length)
         n_chunks = -(-max_seq_length // chunk)
         if total >= max_seq_length:
-            return n_chunks * chunk, min(self.outliers, n_chunks) * chunk, min(recent, max_seq_length)
+            return (
+                n_chunks * chunk,
+                min(self.outliers, n_chunks) * chunk,
+                min(recent, max_seq_length),
+            )
         selected = (total - outliers - recent) // chunk
         if selected < 1:
-            exact = f"{self.outliers} outlier chunks and {recent} recent tokens; lower --outliers or --recent"
+            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
             raise UserError(
-                f"--keep {self.keep:g} of {max_seq_length} leaves no chunk of {chunk} beside {exact}"
+                f"--keep {self.keep:g} of {max_seq_length} leaves no chunk of {chunk} beside"
+                f" {exact}; lower --outliers or --recent"
             )
         return selected * chunk, outliers, recent
 
@@ -768,21 +826,25 @@ def shadowkv_step(
 ) -> tuple:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents [S - 1, r], K
-    after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's
-    SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select, tokens of a chunk, recent tokens."""
+    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents
+    [S - 1, r], K after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U
+    [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select,
+    tokens of a chunk, recent tokens."""
     (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
     q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
     latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
     q, near = q.unflatten(0, (heads, -1)), max(0, S - recent) // chunk
     for h in range(heads):
-        # 1. The n best of the older chunks, by the largest weight that a query gives their mean key.
+        # 1. The n best of the older chunks, by the largest weight that a query gives their mean
+        # key.
         landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
         scores = (q[h] @ landmarks.mT * D**-0.5).log_softmax(-1).amax(0)[:near]
         scores[outliers[h][outliers[h] < near]] = -torch.inf
         best = scores.topk(min(n, int(scores.isfinite().sum()))).indices
         # 2. Rebuild their keys; outliers and recent tokens are exact.
-        rebuilt, far = ((c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h]))
+        rebuilt, far = (
+            (c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h])
+        )
         exact = torch.cat((far, torch.arange(near * chunk, S)))
         k_best = rope((latents[rebuilt] @ U.unflatten(0, (heads, D))[h].mT)[:, None], rebuilt)[:, 0]
         # 3. Attend. The values of what is rebuilt come from host memory.
@@ -794,8 +856,9 @@ def shadowkv_step(
 
 
 class ShadowKvCache(Cache):
-    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of chunks;
-    outlier chunks and a ring of recent tokens, K beside V; V of every token in host memory."""
+    """Latents of pre-RoPE keys on the basis of the prompt's own SVD, joint over heads; landmarks of
+    chunks; outlier chunks and a ring of recent tokens, K beside V; V of every token in host
+    memory."""
 
     def __init__(self, context: CacheContext, settings: ShadowKvSettings):
         super().__init__(context)
@@ -833,12 +896,16 @@ class ShadowKvCache(Cache):
         past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
         # Latents, in the basis of the prompt.
         if start == 0:
-            gram = flat.double().T @ flat.double()  # its eigenvectors are the right singular vectors of K
-            self.basis[row] = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+            # its eigenvectors are the right singular vectors of K
+            gram = flat.double().T @ flat.double()
+            self.basis[row] = (
+                torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
+            )
         self.latent[row, start:stop] = flat @ self.basis[row]
         # Landmarks, of the chunk that goes on, or begins, and those after it.
         first = start // self.chunk
-        begun = self.context.positions[first * self.chunk : start] % self.n_recent  # its tokens in the ring
+        # its tokens in the ring
+        begun = self.context.positions[first * self.chunk : start] % self.n_recent
         begun_k, _ = self.ring.vectors[row, :, begun].chunk(2, -1)
         keys = torch.cat((begun_k.transpose(0, 1), k))
         chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
@@ -852,10 +919,11 @@ class ShadowKvCache(Cache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def keep_outliers(self, row: int, kv: Tensor, chunks: Tensor, landmark: Tensor) -> None:
-        """Stores the old chunks of a prompt that are least like their mean: kv [S, Hkv, 2D], chunks of keys
-        [n, chunk, Hkv, D] and their means [n, Hkv, D]."""
+        """Stores the old chunks of a prompt that are least like their mean: kv [S, Hkv, 2D], chunks
+        of keys [n, chunk, Hkv, D] and their means [n, Hkv, D]."""
         n_old = max(0, len(kv) - self.settings.recent) // self.chunk
-        likeness = F.cosine_similarity(chunks[:n_old], landmark[:n_old, None], dim=-1).amin(1)  # [old, Hkv]
+        # [old, Hkv]
+        likeness = F.cosine_similarity(chunks[:n_old], landmark[:n_old, None], dim=-1).amin(1)
         n = min(self.outlier.shape[-1], n_old)
         ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
         self.outlier[row] = -1
@@ -874,7 +942,8 @@ class ShadowKvCache(Cache):
         self.values.write_token(pos, v)
         # The mean of the last chunk is written at every step and read when the chunk is whole.
         newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.n_recent
-        mean = self.ring.vectors[rows[:, None], :, newest].float().mean(1).chunk(2, -1)[0]  # [B, Hkv, D]
+        # [B, Hkv, D]
+        mean = self.ring.vectors[rows[:, None], :, newest].float().mean(1).chunk(2, -1)[0]
         self.landmark[rows, :, pos // self.chunk] = mean.to(k.dtype)
         tokens = self.select(pos, q)[:, :, 0]
         # K = RoPE(A U^T) and V of the selected tokens.
@@ -887,18 +956,23 @@ class ShadowKvCache(Cache):
         k_recent, v_recent = self.ring.vectors.chunk(2, -1)
         k_all = torch.cat((k_outliers, k_selected, k_recent), 2)
         v_all = torch.cat((v_outliers, v_selected, v_recent), 2)
-        return kernels.attend_rows(q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel)
+        return kernels.attend_rows(
+            q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
+        )
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Outliers, then the tokens of the best chunks, then the recent tokens: an index [B, Hkv, 1, n]."""
-        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk  # chunk of the recent tokens
+        """Outliers, then the tokens of the best chunks, then the recent tokens: an index
+        [B, Hkv, 1, n]."""
+        # chunk of the recent tokens
+        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
         near = ring_positions(pos, self.n_recent)[:, None].expand(-1, self.config.n_kv_heads, -1)
         near = near.where(near >= (first * self.chunk)[:, None, None], -1)
         chosen = self.select_chunks(pos, q, first - 1)
         return torch.cat((page_tokens(self.outlier, self.chunk), chosen, near), 2)[:, :, None]
 
     def select_chunks(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
-        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for none."""
+        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for
+        none."""
         whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
         chunks = torch.arange(self.landmark.shape[2], device=pos.device)
         is_outlier = (self.outlier[..., None] == chunks).any(2)
@@ -919,7 +993,8 @@ class ShadowKvCache(Cache):
         return self.values.vectors.nbytes
 
     def bytes_read(self, length: int) -> int:
-        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen (host)."""
+        """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen
+        (host)."""
         c = self.config
         recent = min(self.n_recent, length)
         outliers = min(self.outlier_tokens, max(0, length - recent))
@@ -930,12 +1005,13 @@ class ShadowKvCache(Cache):
         return elements * self.context.dtype.itemsize
 
 
-# ------------------------------------------------------------------------------------------------------- Palu
+# --------------------------------------------------------------------------------------------- Palu
 
 
 @dataclass
 class PaluSettings:
-    """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each step."""
+    """Palu (arXiv 2407.21118), one head a group: low-rank K and V, keys rebuilt before RoPE at each
+    step."""
 
     keep: float = setting(0.5, "rank of each head's K and V, a fraction of D", within="(0, 1]")
 
@@ -945,12 +1021,16 @@ class PaluSettings:
         return basis[..., : rank_of(self.keep, basis.shape[-1])]
 
 
-def palu_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope) -> tuple[Tensor, tuple]:
-    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D] after RoPE,
-    k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1,
-    d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
+def palu_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope
+) -> tuple[Tensor, tuple]:
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D]
+    after RoPE, k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of
+    the values [S - 1, d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x,
+    positions) rotates x [n, D]."""
     latents, values = stored = appended(stored, k @ R, v)
-    keys = rope(latents @ R.mT, torch.arange(len(latents)))  # every step rebuilds and rotates all keys
+    # every step rebuilds and rotates all keys
+    keys = rope(latents @ R.mT, torch.arange(len(latents)))
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
@@ -964,7 +1044,8 @@ class PaluKeys(RebuiltKeys):
 
 
 class PaluCache(Cache):
-    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE compression."""
+    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE
+    compression."""
 
     def __init__(self, context: CacheContext, settings: PaluSettings, fitted: FittedLayer):
         super().__init__(context)
@@ -979,7 +1060,9 @@ class PaluCache(Cache):
         """k [n, Hkv, D] before RoPE -> [n, Hkv, r]."""
         return in_basis(k - self.keys.bias, self.keys.basis)
 
-    def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor
+    ) -> Tensor:
         """values [n, Hkv r]: all heads', folded; v is empty."""
         stop = start + len(q)
         self.keys.latents.write_prompt(row, start, self.latent(k))
@@ -998,8 +1081,9 @@ class PaluCache(Cache):
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T, where
-    R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less the bias."""
+    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T,
+    where R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less
+    the bias."""
     from calibrate import head_bases  # only now: it imports generate
 
     biases = [kv_bias(layer.attention, model.config) for layer in model.layers]
@@ -1013,7 +1097,7 @@ def fit_palu(model: Llama, tokens: Tensor) -> tuple:
     return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
 
 
-# -------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------- the table
 
 METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),

@@ -1,14 +1,15 @@
-"""Time decode steps and one layer's attention over filled caches, look for needles, and draw tables.
+"""Time decode steps and one layer's attention over filled caches, look for needles, and draw
+tables.
 
-    python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
-    python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
-    python -m extras.bench speed --rows FILE --csv speed.csv
-    python -m extras.bench needle --method dense --method sals --lengths 2048 4096 8000 --csv needle.csv
-    python -m extras.bench plot docs/eval-nano.csv docs/drift-nano.csv --out docs
-    python -m extras.bench plot --overview docs/throughput.csv docs/eval-{smollm2,qwen}.csv --out docs
-A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line. SEQUENCES:
-a number, or max for as many as fit. No prompt is read: the caches are filled with random numbers. Dense comes
-first for each shape, sequences and tokens.
+    python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ... python -m
+    extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi python -m
+    extras.bench speed --rows FILE --csv speed.csv python -m extras.bench needle --method dense
+    --method sals --lengths 2048 4096 8000 --csv needle.csv python -m extras.bench plot
+    docs/eval-nano.csv docs/drift-nano.csv --out docs python -m extras.bench plot --overview
+    docs/throughput.csv docs/eval-{smollm2,qwen}.csv --out docs
+A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line.
+SEQUENCES: a number, or max for as many as fit. No prompt is read: the caches are filled with random
+numbers. Dense comes first for each shape, sequences and tokens.
 """
 
 import argparse
@@ -60,7 +61,7 @@ PAINTED = {  # what the overview names
     "fdc": ("FDC", "#0b6fb8"),
 }
 
-# ------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 class Row(NamedTuple):
@@ -74,7 +75,9 @@ class Row(NamedTuple):
     def parse(cls, text: str) -> "Row":
         try:
             label, shape, sequences, tokens, options = map(str.strip, text.split("|"))
-            return cls(label, shape, 0 if sequences == "max" else int(sequences), int(tokens), options)
+            return cls(
+                label, shape, 0 if sequences == "max" else int(sequences), int(tokens), options
+            )
         except ValueError:
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
@@ -88,8 +91,10 @@ def free_bytes(kind: str) -> float:
 
 
 def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
-    """An engine over random weights. In each place its caches hold random numbers of the buffer's kind.
-    more: options; changes: of the shape. share: of the free memory, for as many sequences as fit."""
+    """An engine over random weights. In each place its caches hold random numbers of the buffer's
+    kind.
+    more: options; changes: of the shape. share: of the free memory, for as many sequences as
+    fit."""
     shapes = SHAPES | {"nano": load_config(NANO)}
     line = f"--prompt {row.tokens} {row.options}"
     if row.shape not in shapes:
@@ -137,16 +142,17 @@ def times_of(run: Callable, device: torch.device, runs: int) -> list[float]:
 
 
 def time_step(row: Row, device: str) -> Iterator[dict]:
-    """Milliseconds of a decode step: the median, least and most of five times 24. Tokens a second of all
-    rows. Bytes of all caches, and those that a step reads."""
+    """Milliseconds of a decode step: the median, least and most of five times 24. Tokens a second
+    of all rows. Bytes of all caches, and those that a step reads."""
     yield step_figures(filled_engine(row, device), row)
 
 
 def time_throughput(row: Row, device: str) -> Iterator[dict]:
-    """Tokens a second: a decode step over as many rows as fit the memory beside the weights. read_s: seconds
-    to read their prompts, of which one is read and timed."""
+    """Tokens a second: a decode step over as many rows as fit the memory beside the weights.
+    read_s: seconds to read their prompts, of which one is read and timed."""
     for share in (0.97, 0.9, 0.8, 0.6):  # what a step computes takes memory, too
-        with suppress(torch.OutOfMemoryError):  # unlike `except`, it does not keep the first try's caches
+        # unlike `except`, it does not keep the first try's caches
+        with suppress(torch.OutOfMemoryError):
             yield capacity_figures(row, device, share)
             return
         gc.collect()
@@ -193,13 +199,22 @@ def throughput_rows(args: argparse.Namespace) -> list[Row]:
 def run_rows(args: argparse.Namespace) -> None:
     rows, table = args.rows_of(args), []
     for size in dict.fromkeys(row[1:4] for row in rows):
-        alike = {"dense": Row("dense", *size)} | {row.label: row for row in rows if row[1:4] == size}
+        alike = {"dense": Row("dense", *size)} | {
+            row.label: row for row in rows if row[1:4] == size
+        }
         for row in alike.values():
-            about = {"model": row.shape, "batch": row.sequences, "length": row.tokens, "method": row.label}
+            about = {
+                "model": row.shape,
+                "batch": row.sequences,
+                "length": row.tokens,
+                "method": row.label,
+            }
             try:
                 for figures in args.measure(row, args.device):
                     table.append(about | figures)
-                    told = {k: f"{x:.4g}" if isinstance(x, float) else x for k, x in table[-1].items()}
+                    told = {
+                        k: f"{x:.4g}" if isinstance(x, float) else x for k, x in table[-1].items()
+                    }
                     print("  ".join(f"{name} {x}" for name, x in told.items()), flush=True)
             except (UserError, RuntimeError) as error:  # most often for lack of memory
                 told = generate.in_command_line_words(error)
@@ -210,7 +225,7 @@ def run_rows(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------------------------- one layer's operations
+# --------------------------------------------------------------------------- one layer's operations
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -251,9 +266,12 @@ class Recorder(TorchDispatchMode):
 
 
 def bytes_moved(name: str, args: tuple, out) -> float:
-    """The least that an operator moves: its arguments once, of a cache only the tokens and dims it reads."""
+    """The least that an operator moves: its arguments once, of a cache only the tokens and dims it
+    reads."""
     tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
-    total = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    total = sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
     tokens = max((x.shape[2] for x in tensors if x.ndim == 4), default=1)
     chosen = [x.shape[-1] for x in tensors if x.dtype == torch.int32 and x.ndim > 1]
     if name == "scores":  # the leading dims of latents or keys
@@ -262,11 +280,13 @@ def bytes_moved(name: str, args: tuple, out) -> float:
 
 
 def time_layer(row: Row, device: str) -> Iterator[dict]:
-    """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results, then of
-    each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's attention over
-    plain K and V, on CUDA cuDNN's. limit_us: as many bytes in a large copy. share: limit_us / us."""
+    """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results,
+    then of each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's
+    attention over plain K and V, on CUDA cuDNN's. limit_us: as many bytes in a large copy. share:
+    limit_us / us."""
     engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
-    layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos  # first and last may be others
+    # first and last may be others
+    layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos
     c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
     large = like.new_ones(4096, 1 << (15 if cuda else 8))
     reads = [partial(torch.amax, large, -1)] * 8
@@ -299,16 +319,19 @@ def time_layer(row: Row, device: str) -> Iterator[dict]:
         yield {"operation": name, "bytes": round(nbytes)} | figures
 
 
-# ---------------------------------------------------------------------------------------------------- needles
+# ------------------------------------------------------------------------------------------ needles
 
 
 def run_needle(args: argparse.Namespace) -> None:
-    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth in it.
+    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth
+    in it.
 
-    length: tokens of a prompt. depth: per cent of it before the fact, the middle of one of --depths parts.
+    length: tokens of a prompt. depth: per cent of it before the fact, the middle of one of --depths
+    parts.
     found: per cent of such prompts whose answer is right.
 
-        python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv"""
+        python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv
+        needle.csv"""
     tokenizer, config = load_tokenizer(args.checkpoint), load_config(args.checkpoint)
     held = calibrate.text_files(calibrate.STDLIB, held=True)
     hay = Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
@@ -321,13 +344,15 @@ def run_needle(args: argparse.Namespace) -> None:
         found = retrieval_scores(engine, hay, args, args.task, n, bar)
         for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
             depth = round(100 * (i + 0.5) / args.depths, 1)
-            table.append({"method": candidate.label, "length": n, "depth": depth, "found": share.item()})
+            table.append(
+                {"method": candidate.label, "length": n, "depth": depth, "found": share.item()}
+            )
             print(*table[-1].values(), flush=True)
         if args.csv:
             save_csv(args.csv, [*table[0]], table)
 
 
-# --------------------------------------------------------------------------------------------------- pictures
+# ----------------------------------------------------------------------------------------- pictures
 
 
 def method_of(row: dict) -> str:
@@ -338,24 +363,46 @@ def method_of(row: dict) -> str:
 def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, float, float]]:
     """What a table shows: title, labels of both axes, a line's label, and a point of it, x and y.
 
-    An evaluation: retrieval as a part of dense's, and KL, against bytes/token and read/step, a line a method.
-    With --generate KL and equal likeliest tokens against the place in what dense wrote. `speed`: a panel a
-    method, its attention and PyTorch's. Losses of training: a line a run. Ranks: as they are."""
+    An evaluation: retrieval as a part of dense's, and KL, against bytes/token and read/step, a line
+    a method. With --generate KL and equal likeliest tokens against the place in what dense wrote.
+    `speed`: a panel a method, its attention and PyTorch's. Losses of training: a line a run. Ranks:
+    as they are."""
     if "loss" in rows[0]:
         for row in rows:
             yield "", "tokens", "training loss", row.get("run", name), row["tokens"], row["loss"]
     elif "layer" in rows[0]:
         for row, kind in itertools.product(rows, ("pre", "post")):
-            yield "", "layer", "dims that hold 90 % of the energy", f"{kind}-RoPE", row["layer"], row[kind]
+            yield (
+                "",
+                "layer",
+                "dims that hold 90 % of the energy",
+                f"{kind}-RoPE",
+                row["layer"],
+                row[kind],
+            )
     elif "us" in rows[0]:
-        for row, (kind, more) in itertools.product(rows, (("us", ""), ("dense_us", ", PyTorch's dense"))):
+        for row, (kind, more) in itertools.product(
+            rows, (("us", ""), ("dense_us", ", PyTorch's dense"))
+        ):
             if row.get("operation", "attention") == "attention":
                 line = f"{row['model']}, batch {row['batch']}{more}"
                 yield row["method"], "tokens a row", "us a layer", line, row["length"], row[kind]
     elif drift := [column for column in rows[0] if "@" in column]:
-        labels = {"kl": "KL to dense, nats", "argmax": "fraction of likeliest tokens that are dense's"}
-        for row, (name, end) in itertools.product(rows[1:], (column.split("@") for column in drift)):
-            yield "", "tokens that dense wrote", labels[name], row["method"], end, row[f"{name}@{end}"]
+        labels = {
+            "kl": "KL to dense, nats",
+            "argmax": "fraction of likeliest tokens that are dense's",
+        }
+        for row, (name, end) in itertools.product(
+            rows[1:], (column.split("@") for column in drift)
+        ):
+            yield (
+                "",
+                "tokens that dense wrote",
+                labels[name],
+                row["method"],
+                end,
+                row[f"{name}@{end}"],
+            )
     else:
         dense = {row["method"]: row for row in rows}["dense"]
         tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
@@ -372,7 +419,9 @@ def draw(png: Path, path: Path, *more: Path) -> None:
     """The picture of a table, or the overview of several."""
     from matplotlib.figure import Figure  # only now: nothing else needs it
 
-    rows, *tables = (list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more))
+    rows, *tables = (
+        list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more)
+    )
     if not all((rows, *tables)):
         raise UserError(f"{png.stem}: a table has no rows; give one that has some")
     figure = Figure(layout="constrained")
@@ -388,7 +437,8 @@ def draw(png: Path, path: Path, *more: Path) -> None:
 
 
 def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
-    """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's first row."""
+    """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's
+    first row."""
     figure.set_size_inches(10, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     lengths, dense = [row["length"] for row in speeds if row["method"] == "dense"], None
@@ -402,7 +452,9 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
         left.barh(at, rate, color=color)
         left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
         ticks[at] = f"{name} x {row['batch']}"
-    left.set(yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[])
+    left.set(
+        yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[]
+    )
     left.set_title("tokens a second, as many sequences as fit", loc="left")
     for rows, mark in zip(tables, "oDs^", strict=False):
         right.plot([], [], mark, color="black", label=rows[0]["model"].removesuffix("-Instruct"))
@@ -412,11 +464,15 @@ def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
             if 0 < y < 1:
                 drawn.setdefault(method, []).append((x, y))
                 name, color = PAINTED.get(method, ("", "0.8"))
-                right.plot(x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2)
+                right.plot(
+                    x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2
+                )
     for method in filter(drawn.get, PAINTED):
         (name, color), (x, y) = PAINTED[method], drawn[method][-1]
         right.plot(*zip(*drawn[method], strict=True), color=color)
-        right.text(x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left")
+        right.text(
+            x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left"
+        )
     right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
     right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
     right.set(yscale="log", ylim=(0.0015, 3), xlim=(0, 118), xlabel="stored bytes, % of dense's")
@@ -449,7 +505,9 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
         panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
         many = len(styles) // 10 % 8  # there are ten colours
         form = ("os^vDP*X"[many], "") if panel[1] in COSTS else (".", ("-", "--")[many % 2])
-        styles.setdefault(line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]})
+        styles.setdefault(
+            line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]}
+        )
     columns = 2 if len(panels) == 4 else min(4, len(panels))
     lines = -(-len(panels) // columns)
     figure.set_size_inches(5.5 * columns, 4.5 * lines)
@@ -467,27 +525,44 @@ def draw_lines(figure, rows: list[dict], name: str) -> None:
 
 def run_plot(args: argparse.Namespace) -> None:
     if args.overview and len(args.tables) == 1:
-        raise UserError("--overview draws a table of throughput and tables of eval; give at least two tables")
-    pictures = {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
+        raise UserError(
+            "--overview draws a table of throughput and tables of eval; give at least two tables"
+        )
+    pictures = (
+        {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
+    )
     for name, paths in pictures.items():
         try:
             draw(args.out / f"{name}.png", *paths)
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        except (csv.Error, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            csv.Error,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise UserError(
                 f"{name}: no table of eval, speed, needle, ranks or train --log ({error!r})"
             ) from None
 
 
-# ------------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, measure in (("step", time_step), ("throughput", time_throughput), ("speed", time_layer)):
-        p = commands.add_parser(name, help=measure.__doc__.split(":")[0], description=measure.__doc__)
+    for name, measure in (
+        ("step", time_step),
+        ("throughput", time_throughput),
+        ("speed", time_layer),
+    ):
+        p = commands.add_parser(
+            name, help=measure.__doc__.split(":")[0], description=measure.__doc__
+        )
         p.set_defaults(run=run_rows, measure=measure, rows_of=given_rows)
         generate.add_device_option(p)
         p.option("--csv", writable_file, None, "also write the table to this file")
@@ -500,7 +575,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         else:
             p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
             p.option("--rows", Path, None, "a file of rows", metavar="FILE")
-    p = commands.add_parser("needle", help="find facts by length and depth", description=run_needle.__doc__)
+    p = commands.add_parser(
+        "needle", help="find facts by length and depth", description=run_needle.__doc__
+    )
     p.set_defaults(run=run_needle, facts=1)
     generate.add_model_options(p)
     row_options(p)
@@ -509,9 +586,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     p.option("--samples", whole(1), 5, "prompts a length and depth")
     p.option("--task", str, "single", "the fact's words", choices=("single", "reworded"))
     p.option("--csv", writable_file, None, "also write the table to this file")
-    p = commands.add_parser("plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__)
+    p = commands.add_parser(
+        "plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__
+    )
     p.set_defaults(run=run_plot)
-    p.add_argument("tables", type=Path, nargs="+", help="a file of eval, speed, needle, ranks or train --log")
+    p.add_argument(
+        "tables", type=Path, nargs="+", help="a file of eval, speed, needle, ranks or train --log"
+    )
     p.flag("--overview", "one picture: of a first table of throughput, and tables of eval")
     p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
     return parser.parse_args(argv)

@@ -2,7 +2,8 @@
 
     python -m extras.chat --checkpoint FOLDER --method sals --chat    by the model's chat template
     python -m extras.chat                                             plain text, which it continues
-Ctrl-C ends an answer, Ctrl-D ends the chat. /help lists the commands that save and load a conversation.
+Ctrl-C ends an answer, Ctrl-D ends the chat. /help lists the commands that save and load a
+conversation.
 """
 
 import argparse
@@ -28,11 +29,12 @@ A line that shall begin with a slash needs a space before it."""
 class Chat:
     """A conversation with an LLM of one row.
 
-    `history` has its messages, dicts with role and content: perhaps one of the system, then the user's and
-    the assistant's in turn. What was shown, and nothing else, is in the history and in the cache.
+    `history` has its messages, dicts with role and content: perhaps one of the system, then the
+    user's and the assistant's in turn. What was shown, and nothing else, is in the history and in
+    the cache.
 
-    with_template: turns are written by the model's chat template; otherwise they are plain text, a line
-    after another. Raises UserError where the model has no template."""
+    with_template: turns are written by the model's chat template; otherwise they are plain text, a
+    line after another. Raises UserError where the model has no template."""
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class Chat:
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling or Sampling()
         self.history: list[dict[str, str]] = []
-        self._answer: Generator[str, None, None] | None = None  # the newest one, which may be open still
+        # the newest one, which may be open still
+        self._answer: Generator[str, None, None] | None = None
         if system:
             self.history.append({"role": "system", "content": system})
         if not llm.engine:
@@ -57,15 +60,16 @@ class Chat:
     def say(self, line: str) -> Generator[str, None, None]:
         """The answer to one more line, piece by piece.
 
-        Where the cache is full, the oldest turns are forgotten. Raises UserError, and changes nothing, where
-        the line does not fit even so. The caller may stop early: the turn then ends with what was yielded,
-        when the generator is closed, or the next line is said."""
+        Where the cache is full, the oldest turns are forgotten. Raises UserError, and changes
+        nothing, where the line does not fit even so. The caller may stop early: the turn then ends
+        with what was yielded, when the generator is closed, or the next line is said."""
         self._end_answer()
         self._answer = self._say(line)
         return self._answer
 
     def _end_answer(self) -> None:
-        """Closes an answer of which the caller took only a part. There is one at a time in the cache."""
+        """Closes an answer of which the caller took only a part. There is one at a time in the
+        cache."""
         if self._answer is not None:
             self._answer.close()
 
@@ -95,12 +99,14 @@ class Chat:
                 self.history = [*older, user, assistant]
 
     def _prompt_for(self, line: str) -> tuple[list[dict[str, str]], list[int]]:
-        """The older messages that fit the cache beside a new line and its answer, and the ids to read."""
+        """The older messages that fit the cache beside a new line and its answer, and the ids to
+        read."""
         message = {"role": "user", "content": line}
         older = list(self.history)
         in_cache = self.llm.token_ids[0]
         if in_cache and not self.with_template:
-            prompt = self.llm.encode("\n" + line, in_cache)  # the same ids, and not the same text again
+            # the same ids, and not the same text again
+            prompt = self.llm.encode("\n" + line, in_cache)
         else:
             prompt = self._token_ids([*older, message])
 
@@ -111,7 +117,9 @@ class Chat:
             if len(older) == oldest:
                 needed = f"{len(prompt)} tokens and {self.max_new_tokens} of the answer"
                 remedy = "shorten the line, or start with a larger --max_seq_length"
-                raise UserError(f"{needed} do not fit the cache of {self.llm.max_seq_length}; {remedy}")
+                raise UserError(
+                    f"{needed} do not fit the cache of {self.llm.max_seq_length}; {remedy}"
+                )
             del older[oldest : oldest + 2]
             prompt = self._token_ids([*older, message])
         return older, prompt
@@ -156,12 +164,13 @@ class Chat:
         self.llm.engine.pos.zero_()
 
 
-# ------------------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, which is asked between two tokens: no step of the model ends half-way."""
+    """Ctrl-C sets the event, which is asked between two tokens: no step of the model ends
+    half-way."""
     pressed = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:

@@ -268,7 +268,8 @@ TRAINED_TASKS = ("single", "multikey", "multivalue", "multiquery", "variables", 
 class Haystack:
     """Plain text as token ids, to hide facts in.
 
-    tokens: one array of ids for each source. shares: how often each is drawn from; None: equally."""
+    tokens: one array of ids for each source. shares: how often each is drawn from; None:
+    equally."""
 
     def __init__(self, tokenizer, tokens: list[np.ndarray], shares: list[float] | None = None):
         self.tokenizer = tokenizer
@@ -367,15 +368,17 @@ def eval_sample(
     return ids, task
 
 
-# ------------------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
 class Watched:
-    """A cache with the exact keys beside it, which sees what its `select` gives at each decode step.
+    """A cache with the exact keys beside it, which sees what its `select` gives at each decode
+    step.
 
-    It counts how many of the tokens attended are among as many tokens of the largest attention weights, which
-    are of a query head, or of all heads that share a selection. Sinks and recent tokens count.
-    sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA graph adds to them)."""
+    It counts how many of the tokens attended are among as many tokens of the largest attention
+    weights, which are of a query head, or of all heads that share a selection. Sinks and recent
+    tokens count. sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA
+    graph adds to them)."""
 
     NAMES = ("attended", "recall", "mass")  # the first is a fraction of the length
 
@@ -410,7 +413,8 @@ class Watched:
         return index
 
     def see(self, pos: Tensor, index: Tensor) -> None:
-        """Counts the tokens of an index [B, Hkv or 1, G or 1, n], and those that are exact besides."""
+        """Counts the tokens of an index [B, Hkv or 1, G or 1, n], and those that are exact
+        besides."""
         age = pos[:, None, None, None] - self.cache.context.positions  # [B, 1, 1, S]
         live = (index >= 0).float()
         chosen = torch.zeros(*index.shape[:-1], age.shape[-1], device=pos.device)
@@ -420,10 +424,12 @@ class Watched:
 
         query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
-        weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)  # as logarithms: none becomes 0
+        # as logarithms: none becomes 0
+        weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)
         mass = (weights.exp() * chosen).sum(-1).mean()
 
-        shared = [dim for dim in (1, 2) if index.shape[dim] == 1]  # these select by their weights together
+        # these select by their weights together
+        shared = [dim for dim in (1, 2) if index.shape[dim] == 1]
         scores = weights.logsumexp(shared, keepdim=True) if shared else weights
         n = chosen.sum(-1)
         least = scores.sort(-1, descending=True).values.gather(-1, n[..., None].clamp(min=1) - 1)
@@ -859,7 +865,8 @@ def write_continuation(
 
 
 def rows_needed(args: argparse.Namespace, texts: dict[str, ScoredText]) -> dict[int, int]:
-    """Of each capacity that a cache will have, the rows that must fit; retrieval can do with one."""
+    """Of each capacity that a cache will have, the rows that must fit; retrieval can do with
+    one."""
     rows = {}
     if args.samples:
         for length in args.lengths:

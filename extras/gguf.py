@@ -36,11 +36,18 @@ from model import (
 
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-LEAD, UPPER, LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN_SPLIT = f"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*"  # Mistral Nemo's: aWord is cut in two
+LEAD, UPPER, LOWER = (
+    r"[^\r\n\p{L}\p{N}]?",
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+)
+# Mistral Nemo's: aWord is cut in two
+TEKKEN_SPLIT = f"{LEAD}{UPPER}*{LOWER}+|{LEAD}{UPPER}+{LOWER}*"
 TEKKEN_SPLIT += r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # before merges; also get BOS
-GGUF_SPLITS = {  # llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
+# before merges; also get BOS
+GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+# llama.cpp's names of how text is cut before byte-level BPE: by each pattern in turn
+GGUF_SPLITS = {
     "gpt-2": [GPT2_SPLIT],
     **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
     **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
@@ -73,13 +80,18 @@ def gguf_path(name: str) -> Path:
     folders = spec.submodule_search_locations or [] if spec else []
     files = [file for folder in folders for file in Path(folder).rglob("*.gguf")]
     if len(files) != 1:
-        found = f"a package with {len(files)} .gguf files; give the path of one" if spec else "no such file"
+        found = (
+            f"a package with {len(files)} .gguf files; give the path of one"
+            if spec
+            else "no such file"
+        )
         raise UserError(f"{name}: {found}")
     return files[0]
 
 
 def read_gguf(path: Path) -> tuple[dict, dict]:
-    """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is damaged."""
+    """Metadata and tensors (memory-mapped) of a GGUF file, by name. Raises UserError where it is
+    damaged."""
     try:
         import gguf
     except ImportError:
@@ -89,17 +101,25 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
     try:
         reader = gguf.GGUFReader(path)
         for kind, tensor in {t.tensor_type: t for t in reader.tensors}.items():
-            gguf.dequantize(tensor.data.reshape(-1)[: gguf.GGML_QUANT_SIZES[kind][1]], kind)  # can it?
+            # can it?
+            gguf.dequantize(tensor.data.reshape(-1)[: gguf.GGML_QUANT_SIZES[kind][1]], kind)
         meta = {name: value.contents() for name, value in reader.fields.items()}
     except (LookupError, NotImplementedError, OverflowError, ValueError) as error:
-        fault = f"truncated, or no GGUF file that the gguf package reads; download it again ({error!r})"
+        fault = (
+            f"truncated, or no GGUF file that the gguf package reads; download it again ({error!r})"
+        )
         raise UserError(f"{path}: {fault}") from None
     return meta, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
-    """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's scaling does."""
-    given = {key.split(".")[-1]: value for key, value in values.items() if key.startswith("rope.scaling.")}
+    """rope_scaling of config.json; rope_freqs.weight divides the frequencies, as Llama 3.1's
+    scaling does."""
+    given = {
+        key.split(".")[-1]: value
+        for key, value in values.items()
+        if key.startswith("rope.scaling.")
+    }
     plain = {"yarn_attn_factor": 1, "yarn_ext_factor": 1, "attn_factor": 1}.items()
     given = {key: value for key, value in given.items() if (key, value) not in plain}
     kind, _ = given.pop("type", "linear"), given.pop("finetuned", None)
@@ -117,7 +137,9 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
     if kind == "none" and "attn_factor" not in given:
         return None
     if kind not in ("linear", "yarn") or given.keys() - GGUF_ROPE or not min(given.values()) > 0:
-        raise UserError(f"RoPE scaling {kind} with {given} is not supported; linear, yarn and llama3 are")
+        raise UserError(
+            f"RoPE scaling {kind} with {given} is not supported; linear, yarn and llama3 are"
+        )
     return {"rope_type": kind} | {GGUF_ROPE[key]: value for key, value in given.items()}
 
 
@@ -125,12 +147,25 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
     """The model's shape. Raises UserError for what this project cannot compute."""
     arch = meta["general.architecture"]
     if arch not in model_file.FAMILIES:
-        raise UserError(f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}")
+        raise UserError(
+            f"architecture {arch} is not supported; supported: {', '.join(model_file.FAMILIES)}"
+        )
     if meta.get("split.count", 1) > 1:
-        raise UserError(f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge")
-    optional = dict.fromkeys(("attention.head_count_kv", "attention.key_length", "attention.sliding_window"))
-    values = optional | {"rope.freq_base": 1e4} | {key.removeprefix(f"{arch}."): meta[key] for key in meta}
-    head_dim = values["attention.key_length"] or values["embedding_length"] // values["attention.head_count"]
+        raise UserError(
+            f"one of {meta['split.count']} parts; join them with llama-gguf-split --merge"
+        )
+    optional = dict.fromkeys(
+        ("attention.head_count_kv", "attention.key_length", "attention.sliding_window")
+    )
+    values = (
+        optional
+        | {"rope.freq_base": 1e4}
+        | {key.removeprefix(f"{arch}."): meta[key] for key in meta}
+    )
+    head_dim = (
+        values["attention.key_length"]
+        or values["embedding_length"] // values["attention.head_count"]
+    )
     config = {name: values[key] for name, key in GGUF_CONFIG.items()} | {
         "head_dim": head_dim,
         "rope_scaling": gguf_rope(values, tensors, head_dim),
@@ -149,8 +184,9 @@ def gguf_config(meta: dict, tensors: dict) -> ModelConfig:
 
 
 def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
-    """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0: none).
-    In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises UserError."""
+    """What fills each slot: name -> shape, tensor, and heads whose rows llama.cpp has reordered (0:
+    none). In arch llama it stores the two dims of a RoPE pair of q and k side by side. Raises
+    UserError."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
     if config.n_layers > len(tensors):
@@ -174,8 +210,9 @@ def gguf_weights(config: ModelConfig, tensors: dict) -> dict[str, tuple]:
 
 
 def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> None:
-    """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all tensors.
-    Raises UserError for numbers that are not finite. Format: github.com/huggingface/safetensors."""
+    """Writes a safetensors file, 16 M numbers at a time: the header's length, the header, all
+    tensors. Raises UserError for numbers that are not finite. Format:
+    github.com/huggingface/safetensors."""
     from gguf import dequantize
 
     header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -191,26 +228,35 @@ def write_weights(plan: dict[str, tuple], path: Path, dtype: torch.dtype) -> Non
         for shape, tensor, heads in plan.values():
             data = tensor.data
             if heads:
-                data = data.reshape(heads, shape[0] // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
+                data = (
+                    data.reshape(heads, shape[0] // heads // 2, 2, -1)
+                    .swapaxes(1, 2)
+                    .reshape(data.shape)
+                )
             for rows in np.array_split(data, -(-math.prod(shape) >> 24)):
                 part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
                 if not part.isfinite().all():
                     advice = "; use --dtype bf16" * (dtype == torch.float16)
-                    raise UserError(f"tensor {tensor.name} holds numbers not finite in {dtype}{advice}")
+                    raise UserError(
+                        f"tensor {tensor.name} holds numbers not finite in {dtype}{advice}"
+                    )
                 bar.tick(file.write(part.flatten().view(torch.uint8).numpy()) / 1e6)
 
 
 def sentencepiece_model(pieces: Iterable[tuple[str, float, int]], add_space: bool = False) -> bytes:
     """A tokenizer.model that holds a BPE with byte fallback: each id's piece, score and type.
 
-    add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4 user-defined,
-    5 unused, 6 byte. Source: github.com/google/sentencepiece, src/sentencepiece_model.proto."""
+    add_space: whether a text gets a space before it. Types: 1 normal, 2 unknown, 3 control, 4
+    user-defined, 5 unused, 6 byte. Source: github.com/google/sentencepiece,
+    src/sentencepiece_model.proto."""
 
-    def sized(tag: int, message: bytes) -> bytes:  # a protobuf field, its length as a varint of three bytes
+    # a protobuf field, its length as a varint of three bytes
+    def sized(tag: int, message: bytes) -> bytes:
         n = len(message)
         return bytes([tag, n & 127 | 128, n >> 7 & 127 | 128, n >> 14]) + message
 
-    # BPE with byte fallback, then what is done to spaces: maybe one added, none removed, written as ▁
+    # BPE with byte fallback, then what is done to spaces: maybe one added, none removed, written as
+    # ▁
     spaces = bytes([0x18, add_space, 0x20, 0, 0x28, 1])
     proto = bytearray(sized(0x12, b"\x18\2\x98\2\1") + sized(0x1A, spaces))
     for word, score, kind in pieces:
@@ -226,9 +272,19 @@ def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -
     steps = []
     for pattern in patterns:
         steps.append(
-            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }
         )
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     steps.append(level)
     return {
         "normalizer": {"type": "NFC"} if nfc else None,
@@ -239,14 +295,16 @@ def byte_level_json(vocab: dict, merges: list, patterns: list[str], nfc: bool) -
 
 
 def gguf_tokenizer(meta: dict) -> dict[str, object]:
-    """File name -> contents; of config.json only the tokenizer's part. UserError for a kind not supported."""
+    """File name -> contents; of config.json only the tokenizer's part. UserError for a kind not
+    supported."""
     ggml = {key.removeprefix("tokenizer.ggml."): value for key, value in meta.items()}
     tokens, kind, pre = ggml["tokens"], ggml["model"], ggml.get("pre")
     if kind != "llama" and (kind != "gpt2" or pre not in GGUF_SPLITS):
         raise UserError(f"its tokenizer {kind!r} with tokenizer.ggml.pre {pre!r} is not supported")
     types, splits = list(ggml.get("token_type") or [1] * len(tokens)), GGUF_SPLITS.get(pre)
     flags, added = dict.fromkeys(("single_word", "lstrip", "normalized"), False), {}
-    phi3 = kind == "llama" and meta["general.architecture"] == "phi3"  # Phi-4 has the same architecture
+    # Phi-4 has the same architecture
+    phi3 = kind == "llama" and meta["general.architecture"] == "phi3"
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         if type_ in (3, 4):  # what follows most of Phi-3's loses its spaces
             strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
@@ -257,8 +315,11 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     ends |= {ids[key] for key in ("eos", "eot", "eom") if key in ids}
     for i in ends & added.keys():
         added[i]["special"], types[i] = True, 3  # some files call them words
-    settings = {f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids} | {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # LlamaTokenizer reads leading blanks otherwise
+    settings = {
+        f"{name}_token": tokens[ids[key]] for name, key in GGUF_IDS.items() if key in ids
+    } | {
+        # LlamaTokenizer reads leading blanks otherwise
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": ggml.get("add_bos_token", kind == "llama" or pre in GGUF_WHOLE_WORDS),
         "added_tokens_decoder": added,
         "chat_template": meta.get("tokenizer.chat_template"),
@@ -266,9 +327,14 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
     }
     config = {f"{name}_token_id": ids.get(key) for name, key in GGUF_IDS.items()}
     stop = {"eos_token_id": sorted(ends)} if ends else {}  # transformers refuses an empty list
-    files = {"tokenizer_config.json": settings, "config.json": config, "generation_config.json": stop}
+    files = {
+        "tokenizer_config.json": settings,
+        "config.json": config,
+        "generation_config.json": stop,
+    }
     if kind == "llama":
-        unknown = ids.get("unknown", 0)  # sentencepiece has one; files call it control, and padding unknown
+        # sentencepiece has one; files call it control, and padding unknown
+        unknown = ids.get("unknown", 0)
         types = [2 if i == unknown else 5 if type_ == 2 else type_ for i, type_ in enumerate(types)]
         pieces = zip(tokens, ggml["scores"], types, strict=True)
         spaced = ggml.get("add_space_prefix", True)
@@ -281,7 +347,9 @@ def gguf_tokenizer(meta: dict) -> dict[str, object]:
         texts = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
         pair = [{"SpecialToken": {"id": bos, "type_id": 0}}, *texts]
         made["post_processor"] = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
-        made["post_processor"]["special_tokens"] = {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}}
+        made["post_processor"]["special_tokens"] = {
+            bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}
+        }
     return files | {"tokenizer.json": made}
 
 
@@ -299,7 +367,8 @@ def old_artifacts(folder: Path) -> list[Path]:
 
 
 def convert(source: str, out: Path, dtype: torch.dtype) -> None:
-    """Writes config.json, model.safetensors and the tokenizer's files, and removes old artifacts."""
+    """Writes config.json, model.safetensors and the tokenizer's files, and removes old
+    artifacts."""
     path = gguf_path(source)
     meta, tensors = read_gguf(path)
     try:
@@ -308,11 +377,15 @@ def convert(source: str, out: Path, dtype: torch.dtype) -> None:
     except (LookupError, TypeError, ValueError) as error:
         fault = f"its metadata cannot be used; download it again ({error!r})"
         raise UserError(f"{path}: {fault}") from error
-    files["config.json"] |= config_to_hf(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    files["config.json"] |= config_to_hf(config) | {
+        "torch_dtype": str(dtype).removeprefix("torch.")
+    }
     artifacts = old_artifacts(out)
     ours = {*files, "model.safetensors", *(artifact.name for artifact in artifacts)}
     if others := {file.name for file in out.glob("*") if file.suffix != ".partial"} - ours:
-        raise UserError(f"--out {out}: it holds other files, such as {min(others)}; give another folder")
+        raise UserError(
+            f"--out {out}: it holds other files, such as {min(others)}; give another folder"
+        )
     with replacing(out, "model") as made:
         for name, data in files.items():
             data = data if isinstance(data, bytes) else json.dumps(data, indent=1).encode()
@@ -326,7 +399,9 @@ def convert(source: str, out: Path, dtype: torch.dtype) -> None:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("file", help="a .gguf file, or an installed package that holds one")
-    parser.option("--out", writable_folder, None, "folder for config, weights and tokenizer", required=True)
+    parser.option(
+        "--out", writable_folder, None, "folder for config, weights and tokenizer", required=True
+    )
     parser.option("--dtype", str, "bf16", "of the weights", choices=DTYPES)
     return parser.parse_args(argv)
 

@@ -1,8 +1,10 @@
-"""What Gluon does faster than Triton on Hopper GPUs (H100, H200): two ways to attend, and `linear_chain`.
+"""What Gluon does faster than Triton on Hopper GPUs (H100, H200): two ways to attend, and
+`linear_chain`.
 
-Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of warps.
-generate.py imports this file on such a GPU. Its last line registers `attend` with kernels.py, whose
-launch_attend then asks it first, and the engine takes `chained_decode` for its decode step. This file is
+Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of
+warps. generate.py imports this file on such a GPU. Its last line registers `attend` with
+kernels.py, whose launch_attend then asks it first, and the engine takes `chained_decode` for its
+decode step. This file is
 optional: delete it and everything still runs.
 """
 
@@ -25,7 +27,9 @@ from kernels import SMS, _half_at, _largest_sum, _wait_for_previous, constexpr_f
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-copy_rows = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.async_copy_global_to_shared
+copy_rows = (
+    getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.async_copy_global_to_shared
+)
 copy_block = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared
 
 operator = functools.partial(kernels.operator, library="kv_hopper")
@@ -38,7 +42,8 @@ def aligned(*tensors: Tensor) -> bool:
 
 @gluon.jit
 def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
-    """Barriers for each slot of a ring, of COUNTS arrivals: ready, of producers; free, of consumers."""
+    """Barriers for each slot of a ring, of COUNTS arrivals: ready, of producers; free, of
+    consumers."""
     made = ()
     for _ in gl.static_range(len(COUNTS)):
         made += (gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout()),)
@@ -50,17 +55,25 @@ def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
     return made
 
 
-# ------------------------------------------------------------------------------ attention over stored tokens
+# --------------------------------------------------------------------- attention over stored tokens
 
 
 def attend(
-    q: Tensor, kind: str, keys: Sequence[Tensor | None], values: Sequence[Tensor | None], bits: int,
-    pos: Tensor, index: Tensor | None, window: Sequence[Tensor], scale: float, key_stores: tuple,
-    value_stores: tuple
-) -> Tensor | None:  # fmt: skip
-    """kernels.launch_attend, of stores that it has checked, where a kernel here is faster; else None. One
-    attends keys in KIVI's codes that queries share (shares_keys), another makes the logits of chosen keys,
-    rebuilt from latents of all heads (streams_basis)."""
+    q: Tensor,
+    kind: str,
+    keys: Sequence[Tensor | None],
+    values: Sequence[Tensor | None],
+    bits: int,
+    pos: Tensor,
+    index: Tensor | None,
+    window: Sequence[Tensor],
+    scale: float,
+    key_stores: tuple,
+    value_stores: tuple,
+) -> Tensor | None:
+    """kernels.launch_attend, of stores that it has checked, where a kernel here is faster; else
+    None. One attends keys in KIVI's codes that queries share (shares_keys), another makes the
+    logits of chosen keys, rebuilt from latents of all heads (streams_basis)."""
     (_, Hq, D), Hkv = q.shape, values[0].shape[1]
     if index is None and kind == "channels" and window and shares_keys(q, Hq // Hkv, bits):
         if values[0].shape[3] * 8 // bits == D and aligned(*keys, *values):
@@ -68,20 +81,24 @@ def attend(
     if index is not None and kind == "latents" and index.ndim == 2:
         latent, _, rest, basis, _, bias, _ = keys
         joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
-        ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]  # in a byte of the last lie two
+        # in a byte of the last lie two
+        ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]
         sizes = (*index.shape, Hq, Hkv, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
         if joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis):
             logits = _streamed_logits(q, index, *key_stores)
-            return kernels.launch_attend(q, "logits", [logits], values, bits, pos, index, window, scale)
+            return kernels.launch_attend(
+                q, "logits", [logits], values, bits, pos, index, window, scale
+            )
     return None
 
 
-# ------------------------------------------------------------------- attention over compressed tokens (SALS)
+# ---------------------------------------------------------- attention over compressed tokens (SALS)
 
 
 @gluon.jit
 def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constexpr):
-    """The producer, one warp: copies the basis of head after head into the ring, as its slots become free."""
+    """The producer, one warp: copies the basis of head after head into the ring, as its slots
+    become free."""
     SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
@@ -95,8 +112,8 @@ def _stream_basis(basis, ring, ready, free, first, stop, Hkv, CHUNKS: gl.constex
 
 @gluon.jit
 def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.constexpr):
-    """Which vectors, of S a row, hold the tokens of T places in line from `start` on. Dead slots read
-    token 0, which is always written: no masks on the tiles, and no NaN."""
+    """Which vectors, of S a row, hold the tokens of T places in line from `start` on. Dead slots
+    read token 0, which is always written: no masks on the tiles, and no NaN."""
     line = start + gl.arange(0, T, layout=LAYOUT)
     token = gl.load(index_p + line // n * index_step + line % n, mask=line < B * n, other=0)
     return gl.minimum(line // n, B - 1).to(gl.int64) * S + gl.maximum(token, 0)
@@ -104,23 +121,48 @@ def _tile_rows(index_p, index_step, start, B, n, S, T: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def _unpack(packed):
-    """The levels of the two codes of each byte (kernels.four_bit_level) in int8, four bytes at a time: bits 5
-    to 3 are the code's last three, bit 2 is set, and the upper two are what its first bit is not."""
+    """The levels of the two codes of each byte (kernels.four_bit_level) in int8, four bytes at a
+    time: bits 5 to 3 are the code's last three, bit 2 is set, and the upper two are what its first
+    bit is not."""
     ptx: gl.constexpr = """{ .reg .b32 low, high;
         shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
         shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
         shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
         shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }"""
-    return gl.inline_asm_elementwise(ptx, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(
+        ptx, "=&r,=&r,r", [packed], (gl.int8, gl.int8), is_pure=True, pack=4
+    )
 
 
 @gluon.jit
 def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both):
-    """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two codes.
+    """A consumer, four warps: the logits of its half of every tile. RESTS: chunks of bytes of two
+    codes.
     both: what the two consumers share."""
     _wait_for_previous()
-    (latents, queries, ring, ready, free, first, stop, q_p, index_p, index_step, latent_p, latent_scale_p,
-     rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv) = both  # fmt: skip
+    (
+        latents,
+        queries,
+        ring,
+        ready,
+        free,
+        first,
+        stop,
+        q_p,
+        index_p,
+        index_step,
+        latent_p,
+        latent_scale_p,
+        rest_p,
+        basis_scale_p,
+        bias_p,
+        rope_p,
+        logits_p,
+        B,
+        n,
+        S,
+        Hkv,
+    ) = both
     SLOTS: gl.constexpr = ring.shape[0]
     D: gl.constexpr = ring.shape[1]
     KB: gl.constexpr = ring.shape[2]
@@ -171,25 +213,31 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
         cos, sin = _half_at(words, 0), _half_at(words, 16)
         line = start + gl.arange(0, T, layout=gl.SliceLayout(1, LOGITS))
         row = line // n
-        to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[:, None] + column_of_logit % G * n
+        to = (row.to(gl.int64) * (Hkv * G * n) + (line - row * n))[
+            :, None
+        ] + column_of_logit % G * n
         mine = (line < B * n)[:, None] & ((row - first_row)[:, None] == column_of_logit // G)
         query_row = first_row + column // G
         real = query_row <= (gl.minimum(start + T, B * n) - 1) // n
-        query_p = q_p + (query_row.to(gl.int64) * (Hkv * G) + column % G)[:, None] * D + dim[None, :]
+        query_p = (
+            q_p + (query_row.to(gl.int64) * (Hkv * G) + column % G)[:, None] * D + dim[None, :]
+        )
         ampere.async_copy.wait_group(0)
         hopper.fence_async_shared()
         barrier()
         for unit in range(gl.maximum(first, tile * Hkv), gl.minimum(stop, (tile + 1) * Hkv)):
             head = unit - tile * Hkv
             query = gl.load(query_p + head * (G * D), mask=real[:, None], other=0.0)
-            # Keys [T, D]: latents times the head's basis, whose chunks in the ring begin with `chunk`.
+            # Keys [T, D]: latents times the head's basis, whose chunks in the ring begin with
+            # `chunk`.
             k = gl.full([T, D], 0, gl.int32 if INT8 else gl.float32, KEYS)
             for j in gl.static_range(CHUNKS):
                 slot = (chunk + j) % SLOTS
                 hopper.mbarrier.wait(ready.index(slot), ((chunk + j) // SLOTS) & 1)
                 left, right = latents.index(HALF * CHUNKS + j), ring.index(slot).permute((1, 0))
                 k = hopper.warpgroup_mma(left, right, k, use_acc=j > 0, is_async=True)
-                if j > 0:  # the product before this one is done in all four warps: they give its slot back
+                # the product before this one is done in all four warps: they give its slot back
+                if j > 0:
                     k = hopper.warpgroup_mma_wait(1, deps=[k])
                     barrier()
                     hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
@@ -201,14 +249,19 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
             k = hopper.warpgroup_mma_wait(0, deps=[k])
             barrier()
             hopper.mbarrier.arrive(free.index((chunk - 1) % SLOTS))
-            # From here on the other consumer has the tensor cores, but for a small product with the query.
+            # From here on the other consumer has the tensor cores, but for a small product with the
+            # query.
             if INT8:
                 k = k.to(gl.float32) * token_scale[:, None]
             if bias_p is not None:
-                k += (gl.load(bias_p + head * D + column_of_key) / (LARGE if INT8 else 1.0))[None, :]
+                k += (gl.load(bias_p + head * D + column_of_key) / (LARGE if INT8 else 1.0))[
+                    None, :
+                ]
             a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
             rotated = gl.reshape(gl.join(a * cos - c * sin, c * cos + a * sin), [T, D]).to(dtype)
-            left = gl.convert_layout(rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True)
+            left = gl.convert_layout(
+                rotated, gl.DotOperandLayout(0, LOGITS, 2), assert_trivial=True
+            )
             right = queries.index(HALF).permute((1, 0)).load(gl.DotOperandLayout(1, LOGITS, 2))
             logits = hopper.mma_v2(left, right, gl.full([T, NC], 0.0, gl.float32, LOGITS))
             gl.store(logits_p + to + head * (G * n), logits, mask=mine)
@@ -227,24 +280,57 @@ def _streamed_logits_kernel(
     bias_p,  # [Hkv, D] fp32, or None
     rope_p,  # [>= S, D / 2] words of rope_pairs
     logits_p,  # [B, Hkv, G, n] fp32
-    B, n, S, Hkv, G: gl.constexpr, T: gl.constexpr, NC: gl.constexpr, CHUNKS: gl.constexpr,
-    RESTS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    # Tiles of all rows times heads are one line of units, of which every program takes an equal run. The
-    # latents of a tile stay in shared memory, a warp streams the basis past them by bulk copies, and of two
-    # consumers, each of T tokens, one can multiply while the other rotates. NC: columns of queries, padded.
+    B,
+    n,
+    S,
+    Hkv,
+    G: gl.constexpr,
+    T: gl.constexpr,
+    NC: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    RESTS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    # Tiles of all rows times heads are one line of units, of which every program takes an equal
+    # run. The latents of a tile stay in shared memory, a warp streams the basis past them by bulk
+    # copies, and of two consumers, each of T tokens, one can multiply while the other rotates. NC:
+    # columns of queries, padded.
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
     pid, programs = gl.program_id(0), gl.num_programs(0)
     units = gl.cdiv(B * n, 2 * T).to(gl.int64) * Hkv
-    first, stop = (pid * units // programs).to(gl.int32), ((pid + 1) * units // programs).to(gl.int32)
+    first, stop = (
+        (pid * units // programs).to(gl.int32),
+        ((pid + 1) * units // programs).to(gl.int32),
+    )
     latents = gl.allocate_shared_memory(basis.dtype, [2 * CHUNKS, T, KB], basis.layout)
     ring = gl.allocate_shared_memory(basis.dtype, [SLOTS, D, KB], basis.layout)
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     queries = gl.allocate_shared_memory(q_p.dtype.element_ty, [2, NC, D], SWIZZLED)
     ready, free = _ring_barriers(SLOTS, (1, 2))
-    both = (latents, queries, ring, ready, free, first, stop, q_p, index_p, index_step, latent_p,
-            latent_scale_p, rest_p, basis_scale_p, bias_p, rope_p, logits_p, B, n, S, Hkv)  # fmt: skip
+    both = (
+        latents,
+        queries,
+        ring,
+        ready,
+        free,
+        first,
+        stop,
+        q_p,
+        index_p,
+        index_step,
+        latent_p,
+        latent_scale_p,
+        rest_p,
+        basis_scale_p,
+        bias_p,
+        rope_p,
+        logits_p,
+        B,
+        n,
+        S,
+        Hkv,
+    )
     gl.warp_specialize(
         [
             (_tile_logits, (gl.constexpr(0), gl.constexpr(G), gl.constexpr(RESTS), both)),
@@ -253,37 +339,84 @@ def _streamed_logits_kernel(
         ],
         [4, 1],  # warps, beside the four of the first
         [200, 24],  # registers a thread
-    )  # fmt: skip
+    )
 
 
-def _streamed_logits(q, index, latent, latent_scale, rest, basis, basis_scale, bias, words) -> Tensor:
+def _streamed_logits(
+    q, index, latent, latent_scale, rest, basis, basis_scale, bias, words
+) -> Tensor:
     """q . k [B, Hkv, G, n] of chosen tokens, from the stores of keys in latents of all heads."""
-    (B, Hq, D), (_, Hkv, S, lead), n, itemsize = q.shape, latent.shape, index.shape[1], latent.element_size()
+    (B, Hq, D), (_, Hkv, S, lead), n, itemsize = (
+        q.shape,
+        latent.shape,
+        index.shape[1],
+        latent.element_size(),
+    )
     width, r = 0 if rest is None else rest.shape[3], basis.shape[2]
-    T, NC, G, chunk = 64, 8, Hq // Hkv, math.gcd(128, lead * itemsize, width)  # bytes, in whole parts
-    KB, SLOTS, layout = chunk // itemsize, 512 // chunk, gl.NVMMASharedLayout(chunk, 8 * itemsize, 2)
+    # bytes, in whole parts
+    T, NC, G, chunk = 64, 8, Hq // Hkv, math.gcd(128, lead * itemsize, width)
+    KB, SLOTS, layout = (
+        chunk // itemsize,
+        512 // chunk,
+        gl.NVMMASharedLayout(chunk, 8 * itemsize, 2),
+    )
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
-        q, index, index.stride(0), latent, latent_scale, rest, chunks, basis_scale, bias, words, logits, B, n,
-        S, Hkv, G, T, NC, r // KB, width // KB, SLOTS, num_warps=4, **kernels.overlapped(q.device),
-    )  # fmt: skip
+        q,
+        index,
+        index.stride(0),
+        latent,
+        latent_scale,
+        rest,
+        chunks,
+        basis_scale,
+        bias,
+        words,
+        logits,
+        B,
+        n,
+        S,
+        Hkv,
+        G,
+        T,
+        NC,
+        r // KB,
+        width // KB,
+        SLOTS,
+        num_warps=4,
+        **kernels.overlapped(q.device),
+    )
     return logits
 
 
 def streams_basis(
-    device: torch.device, B: int, n: int, Hq: int, Hkv: int, D: int, r: int, width: int, itemsize: int
+    device: torch.device,
+    B: int,
+    n: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    r: int,
+    width: int,
+    itemsize: int,
 ) -> bool:
-    """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and `width`
-    bytes of two dims each, in whole chunks of 64 bytes, and shared memory holds 128 of them; heads have 64 or
-    128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for speed, no program is idle."""
-    chunks = itemsize < 4 and math.gcd(64, r * itemsize, width) == 64 and r * itemsize + 2 * width <= 1024
-    queries = ((62 + n) // n + 1) * (Hq // Hkv)  # of the rows of the batch that 64 tokens span at most
+    """Whether _streamed_logits_kernel makes the logits: latents are of r dims in 8 or 16 bits, and
+    `width` bytes of two dims each, in whole chunks of 64 bytes, and shared memory holds 128 of
+    them; heads have 64 or 128 dims; 64 tokens in line have 8 queries of a KV head at most; and, for
+    speed, no program is idle."""
+    chunks = (
+        itemsize < 4
+        and math.gcd(64, r * itemsize, width) == 64
+        and r * itemsize + 2 * width <= 1024
+    )
+    # of the rows of the batch that 64 tokens span at most
+    queries = ((62 + n) // n + 1) * (Hq // Hkv)
     fits = chunks and D in (64, 128) and queries <= 8 and kernels.cdiv(B * n, 128) * Hkv >= SMS
     return fits and kernels.nvidia_generation(device) == 9
 
 
-# --------------------------------------------------------- attention over keys in codes that queries share
+# -------------------------------------------------- attention over keys in codes that queries share
 
 
 @constexpr_function
@@ -296,22 +429,28 @@ def _steps_ptx(BITS):
 
 @gluon.jit
 def _steps(pairs, SIZES: gl.constexpr, zeros, BITS: gl.constexpr):
-    """(minimum, scale) of groups, a word each, to minimum - step and step = 2**BITS scale, bits of halves;
-    reshaped, and spread over words by adding zeros."""
+    """(minimum, scale) of groups, a word each, to minimum - step and step = 2**BITS scale, bits of
+    halves; reshaped, and spread over words by adding zeros."""
     WORDS: gl.constexpr = zeros.type.layout
     low, step = gl.inline_asm_elementwise(
         _steps_ptx(BITS), "=&r,=&r,r,r", [pairs], (gl.int16, gl.int16), is_pure=True, pack=2
     )
     low = gl.convert_layout(gl.reshape(low, SIZES), WORDS, assert_trivial=True) + zeros.to(gl.int16)
-    step = gl.convert_layout(gl.reshape(step, SIZES), WORDS, assert_trivial=True) + zeros.to(gl.int16)
+    step = gl.convert_layout(gl.reshape(step, SIZES), WORDS, assert_trivial=True) + zeros.to(
+        gl.int16
+    )
     return low, step
 
 
 @gluon.jit
-def _words(codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr, BITS: gl.constexpr):
-    """Codes in shared memory as words for every plane, SIZES [T, PLANES, .., ..]; how far byte 0 of each is
-    to be rotated left; and zeros."""
-    plane = gl.arange(0, SIZES[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+def _words(
+    codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr, BITS: gl.constexpr
+):
+    """Codes in shared memory as words for every plane, SIZES [T, PLANES, .., ..]; how far byte 0 of
+    each is to be rotated left; and zeros."""
+    plane = gl.arange(
+        0, SIZES[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS)))
+    )
     zeros = gl.full(SIZES, 0, gl.int32, WORDS)
     words = gl.reshape(codes.load(CODES), [SIZES[0], 1, SIZES[2], SIZES[3]])
     words = gl.convert_layout(words, WORDS, assert_trivial=True) + zeros
@@ -320,8 +459,9 @@ def _words(codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr,
 
 @constexpr_function
 def _decode_ptx(BITS):
-    """PTX of _decoded for two words of codes $4 and $5, whose byte 0 is to be rotated left by $6; of byte
-    0 .. 3, $8 .. $11 are minimum - step, $12 .. $15 step, and $0 .. $3 both words' values."""
+    """PTX of _decoded for two words of codes $4 and $5, whose byte 0 is to be rotated left by $6;
+    of byte 0 .. 3, $8 .. $11 are minimum - step, $12 .. $15 step, and $0 .. $3 both words'
+    values."""
     mask, one = 0x10001 * (((1 << BITS) - 1) << (10 - BITS)), 0x3C003C00  # two halves of 1.0
     ptx = "prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"
     for byte, word in enumerate(("front", "front", "back", "back")):
@@ -333,28 +473,35 @@ def _decode_ptx(BITS):
 
 @gluon.jit
 def _decoded(words, turn, lows, steps, BITS: gl.constexpr):
-    """Words of codes to values [T, D] in fp16, given _steps of each byte's group: a code as the top bits of a
-    mantissa reads 1 + code / 2**BITS (see kernels._code_values), minimum + code * scale is then one FMA, and
-    two words, neighbours in a thread's registers, share every instruction."""
+    """Words of codes to values [T, D] in fp16, given _steps of each byte's group: a code as the top
+    bits of a mantissa reads 1 + code / 2**BITS (see kernels._code_values), minimum + code * scale
+    is then one FMA, and two words, neighbours in a thread's registers, share every instruction."""
     x0, x1, x2, x3 = gl.inline_asm_elementwise(
-        _decode_ptx(BITS), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        _decode_ptx(BITS),
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
         [words, turn, lows[0], lows[1], lows[2], lows[3], steps[0], steps[1], steps[2], steps[3]],
-        (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+        (gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
     x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [T, PLANES, .., .., byte // 2, byte % 2]
     return gl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * 4])
 
 
 @gluon.jit
 def _decoded_keys(codes, pairs, BITS: gl.constexpr):
-    """A tile's keys [T, D], from words of codes [T, N] and (minimum, scale) of channels [D / 4, 4], each word
-    in the thread that multiplies it: lanes have 8 tokens, and the quarters of their words."""
+    """A tile's keys [T, D], from words of codes [T, N] and (minimum, scale) of channels [D / 4, 4],
+    each word in the thread that multiplies it: lanes have 8 tokens, and the quarters of their
+    words."""
     T: gl.constexpr = codes.shape[0]
     N: gl.constexpr = codes.shape[1]
     PLANES: gl.constexpr = 8 // BITS
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, N // 4, 1], [8, 1, 4, 1], [1, 1, 1, 1], [2, 0, 1, 3])
+    WORDS: gl.constexpr = gl.BlockedLayout(
+        [1, 1, N // 4, 1], [8, 1, 4, 1], [1, 1, 1, 1], [2, 0, 1, 3]
+    )
     CODES: gl.constexpr = gl.BlockedLayout([1, N // 4], [8, 4], [1, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, N // 4, 4], [8, 4, 1], [1, 1, 1], [2, 1, 0])  # for 8 tokens
+    # for 8 tokens
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, N // 4, 4], [8, 4, 1], [1, 1, 1], [2, 1, 0])
     SIZES: gl.constexpr = [1, PLANES, N, 1]
     words, turn, zeros = _words(codes, [T, PLANES, N, 1], WORDS, CODES, BITS)
     even, odd = gl.split(gl.reshape(pairs.load(gl.SliceLayout(0, PAIRS)), [PLANES * N, 2, 2]))
@@ -369,15 +516,17 @@ def _decoded_keys(codes, pairs, BITS: gl.constexpr):
 
 @gluon.jit
 def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
-    """A tile's values [T, D], from words of codes [T, 8 H] and (minimum, scale) of groups [T, PLANES H]: of
-    tokens that are not live anything, NaN as well. Lanes have 4 pairs of tokens and 8 words, 32 channels of
-    a plane, and the rest is in registers, neighbouring tokens first."""
+    """A tile's values [T, D], from words of codes [T, 8 H] and (minimum, scale) of groups
+    [T, PLANES H]: of tokens that are not live anything, NaN as well. Lanes have 4 pairs of tokens
+    and 8 words, 32 channels of a plane, and the rest is in registers, neighbouring tokens first."""
     T: gl.constexpr = codes.shape[0]
     H: gl.constexpr = codes.shape[1] // 8
     PLANES: gl.constexpr = 8 // BITS
     WORDS: gl.constexpr = gl.BlockedLayout([2, 1, 1, 1], [4, 1, 1, 8], [1, 1, 1, 1], [0, 3, 2, 1])
     CODES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, 1], [0, 1])
-    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([2, 1, 1], [4, 8, 1], [1, 1, 1], [0, 1, 2]))
+    PAIRS: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([2, 1, 1], [4, 8, 1], [1, 1, 1], [0, 1, 2])
+    )
     words, turn, zeros = _words(codes, [T, PLANES, H, 8], WORDS, CODES, BITS)
     live = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
     low, step = _steps(gl.where(live, pairs.load(PAIRS), 0), [T, PLANES, H, 1], zeros, BITS)
@@ -386,8 +535,8 @@ def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
 
 @gluon.jit
 def _key_columns(k, N: gl.constexpr):
-    """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N words of
-    which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
+    """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N
+    words of which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
     parts = gl.reshape(k, [k.shape[0], k.shape[1] // (4 * N), 4, N // 8, 2, 4])
     return gl.reshape(gl.permute(parts, (1, 3, 5, 2, 4, 0)), [k.shape[1], k.shape[0]])
 
@@ -407,11 +556,13 @@ def _both_halves(products):
 
 @gluon.jit
 def _soften(query, k, live, scale, top, total, out, N: gl.constexpr):
-    """Online softmax over a tile's keys k [T, D]: weights [T, 8] as tensor cores take them; top [8], total
-    [8, T] (summed over T at the end, not in every tile) and out [D, 8] to match."""
+    """Online softmax over a tile's keys k [T, D]: weights [T, 8] as tensor cores take them; top
+    [8], total [8, T] (summed over T at the end, not in every tile) and out [D, 8] to match."""
     MMA: gl.constexpr = out.type.layout
     k = gl.convert_layout(_key_columns(k, N), gl.DotOperandLayout(1, MMA, 2))
-    logits, _ = _both_halves(ampere.mma_v2(query, k, gl.full([16, k.shape[1]], 0.0, gl.float32, MMA)))
+    logits, _ = _both_halves(
+        ampere.mma_v2(query, k, gl.full([16, k.shape[1]], 0.0, gl.float32, MMA))
+    )
     logits = gl.where(live[None, :], logits * scale, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1))
     if gl.max(new_top - top, 0) > 0:
@@ -431,7 +582,9 @@ def _copy_tiles(stores, stages, ready, stage, firsts, at, some):
     """Copies a tile of every store to a stage, if there is one: the rows from firsts + at on."""
     for i in gl.static_range(len(stores)):
         hopper.mbarrier.expect(ready.index(stage), stores[i].block_type.nbytes, pred=some)
-        copy_block(stores[i], [firsts[i] + at, 0], ready.index(stage), stages[i].index(stage), pred=some)
+        copy_block(
+            stores[i], [firsts[i] + at, 0], ready.index(stage), stages[i].index(stage), pred=some
+        )
 
 
 @gluon.jit
@@ -441,14 +594,23 @@ def _shared_keys_kernel(
     codes,  # of values [B * Hkv * S, D * BITS / 32], words
     pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
     q_p,  # [B, Hq, D]
-    window_k_p, window_v_p,  # exact keys and values [B, z, Hkv, D] of the last tokens
+    window_k_p,
+    window_v_p,  # exact keys and values [B, z, Hkv, D] of the last tokens
     pos_p,  # [B] int32
-    max_p, sum_p, out_p,  # of split_outputs
-    k_tokens, S, z, scale,
-    G: gl.constexpr, KEY_BITS: gl.constexpr, BITS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    # A program is one warp, and nothing moves between its threads but maxima: keys and values are decoded
-    # where they are multiplied, and logits are where tensor cores take weights.
+    max_p,
+    sum_p,
+    out_p,  # of split_outputs
+    k_tokens,
+    S,
+    z,
+    scale,
+    G: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    BITS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    # A program is one warp, and nothing moves between its threads but maxima: keys and values are
+    # decoded where they are multiplied, and logits are where tensor cores take weights.
     T: gl.constexpr = keys.block_shape[0]
     N: gl.constexpr = keys.block_shape[1]
     D: gl.constexpr = codes.block_shape[1] * 32 // BITS
@@ -459,15 +621,17 @@ def _shared_keys_kernel(
     h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
     row, pos = b * Hkv + h, gl.load(pos_p + b)
     length = gl.maximum(pos + 1 - z, 0)  # tokens that are read from codes
-    # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by side,
-    # which memory serves faster.
+    # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by
+    # side, which memory serves faster.
     tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
     first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
     stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
     stages = ()
     for i in gl.static_range(len(stores)):
         block = stores[i]
-        stages += (gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout),)
+        stages += (
+            gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout),
+        )
     ready = _ring_barriers(STAGES, (len(stores),))[0]
     for slot in gl.static_range(STAGES):
         _copy_tiles(stores, stages, ready, slot, firsts, (split + slot * splits) * T, slot < tiles)
@@ -523,9 +687,16 @@ def _shared_keys_kernel(
 
 
 def _attend_shared(
-    q: Tensor, keys: tuple, values: tuple, window: Sequence[Tensor], pos: Tensor, bits: int, scale: float
-) -> Tensor:  # fmt: skip
-    """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would pile up."""
+    q: Tensor,
+    keys: tuple,
+    values: tuple,
+    window: Sequence[Tensor],
+    pos: Tensor,
+    bits: int,
+    scale: float,
+) -> Tensor:
+    """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would
+    pile up."""
     (B, Hq, D), (k, key_pairs), (codes, pairs), z = q.shape, keys, values, window[0].shape[1]
     (k_tokens, width), (Hkv, S) = k.shape[2:], codes.shape[1:3]
     stores = k, key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
@@ -540,21 +711,33 @@ def _attend_shared(
         return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
 
     _shared_keys_kernel[splits, Hkv, B](
-        *map(block, stores), q, *window, pos, *parts, k_tokens, S, z, scale * kernels.LOG2E, Hq // Hkv,
-        width * 32 // D, bits, stages, num_warps=1,
-    )  # fmt: skip
+        *map(block, stores),
+        q,
+        *window,
+        pos,
+        *parts,
+        k_tokens,
+        S,
+        z,
+        scale * kernels.LOG2E,
+        Hq // Hkv,
+        width * 32 // D,
+        bits,
+        stages,
+        num_warps=1,
+    )
     return kernels.merge_splits(out, parts)
 
 
 def shares_keys(q: Tensor, G: int, bits: int) -> bool:
-    """Whether _shared_keys_kernel attends keys in codes: up to 8 queries share them, in bf16 (the halves that
-    it decodes are too coarse for fp16); values are packed; heads have 128 dims, which fill bulk copies and
-    the lanes of a warp."""
+    """Whether _shared_keys_kernel attends keys in codes: up to 8 queries share them, in bf16 (the
+    halves that it decodes are too coarse for fp16); values are packed; heads have 128 dims, which
+    fill bulk copies and the lanes of a warp."""
     fits = G <= 8 and q.shape[2] == 128 and bits < 16 and q.dtype == torch.bfloat16
     return fits and kernels.nvidia_generation(q.device) == 9
 
 
-# ------------------------------------------------------------------- the linear layers between two attentions
+# --------------------------------------------------------- the linear layers between two attentions
 
 CHAIN_ROWS = 16  # at most; padded to 8 or 16, the narrow side of wgmma
 OUT = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0]))  # of outputs [HALF, MP]
@@ -562,8 +745,8 @@ OUT = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0]))  # of outpu
 
 @gluon.jit
 def _share(N, HALF: gl.constexpr):
-    """This program's outputs of N, in whole eights (the rows after which the swizzle of shared memory
-    repeats): the first, how many, and in how many tiles of HALF at most."""
+    """This program's outputs of N, in whole eights (the rows after which the swizzle of shared
+    memory repeats): the first, how many, and in how many tiles of HALF at most."""
     eights, pid = gl.cdiv(N, 8), gl.program_id(0).to(gl.int64)
     first = (eights * pid // gl.num_programs(0)).to(gl.int32)
     count = (eights * (pid + 1) // gl.num_programs(0)).to(gl.int32) - first
@@ -572,13 +755,15 @@ def _share(N, HALF: gl.constexpr):
 
 @gluon.jit
 def _tile(first, count, tiles, i):
-    """The outputs of a tile: from, and up to; of like size, so that no slots of the ring are nearly empty."""
+    """The outputs of a tile: from, and up to; of like size, so that no slots of the ring are nearly
+    empty."""
     return (first + count * i // tiles) * 8, (first + count * (i + 1) // tiles) * 8
 
 
 @gluon.jit
 def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
-    """Copies this program's weights, tile by tile, into the ring from `step` on; returns the next step."""
+    """Copies this program's weights, tile by tile, into the ring from `step` on; returns the next
+    step."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     KB: gl.constexpr = ring.shape[2]
@@ -591,11 +776,17 @@ def _stream_weights_of(weight, ring, ready, free, step, N, GATED: gl.constexpr):
             hopper.mbarrier.wait(free.index(slot), ((step // SLOTS) & 1) ^ 1)
             hopper.mbarrier.expect(ready.index(slot), 2 * HALF * KB * 2)
             for j in gl.static_range(0, HALF, 8):
-                # Rows past the tile are another's: ask for rows past the matrix, zeros that are not read.
+                # Rows past the tile are another's: ask for rows past the matrix, zeros that are not
+                # read.
                 row = gl.where(n + j < end, n + j, weight.shape[0])
                 copy_block(weight, [row, k], ready.index(slot), ring.index(slot).slice(2 * j, 8))
                 row += N if GATED else 0
-                copy_block(weight, [row, k + LATER], ready.index(slot), ring.index(slot).slice(2 * j + 8, 8))
+                copy_block(
+                    weight,
+                    [row, k + LATER],
+                    ready.index(slot),
+                    ring.index(slot).slice(2 * j + 8, 8),
+                )
             step += 1
     return step
 
@@ -638,7 +829,8 @@ def _arrive(counter_p):
 
 @gluon.jit
 def _wait_for_inputs(counter_p, goal):
-    """Waits until the counter is at `goal`. Bulk copies of this warp then see what all programs stored."""
+    """Waits until the counter is at `goal`. Bulk copies of this warp then see what all programs
+    stored."""
     # 0 is added by a load of one thread, whose acquisition the others share past its barrier.
     while gl.atomic_add(counter_p, 0, sem="acquire", scope="gpu") < goal:
         pass
@@ -649,11 +841,13 @@ def _wait_for_inputs(counter_p, goal):
 
 @gluon.jit
 def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF: gl.constexpr):
-    """The second producer, one warp: the inputs of each layer, once all programs have written them."""
+    """The second producer, one warp: the inputs of each layer, once all programs have written
+    them."""
     _wait_for_previous()
     dim, ffn = scaled.shape[1], gated.shape[1]
-    # What all three counters are once all programs have arrived. Between launches a counter is a multiple of
-    # their number, and it stays below the next one until we arrive ourselves, which needs the inputs below.
+    # What all three counters are once all programs have arrived. Between launches a counter is a
+    # multiple of their number, and it stays below the next one until we arrive ourselves, which
+    # needs the inputs below.
     goal = (gl.load(counters_p, volatile=True) // gl.num_programs(0) + 1) * gl.num_programs(0)
     step = _stream_input_of(attended, xs, ready, free, gl.to_tensor(0), dim, HALF, False)
     _wait_for_inputs(counters_p, goal)
@@ -666,7 +860,8 @@ def _stream_inputs(attended, scaled, gated, counters_p, N, xs, ready, free, HALF
 
 @gluon.jit
 def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr):
-    """The products [HALF, MP] of both halves of the weight rows, from `step` on, and the step after them."""
+    """The products [HALF, MP] of both halves of the weight rows, from `step` on, and the step after
+    them."""
     SLOTS: gl.constexpr = ring.shape[0]
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
@@ -698,8 +893,8 @@ def _halves_product(ring, xs, ready, free, step, K, GATED: gl.constexpr):
 
 @gluon.jit
 def _outputs(n, end, rows, N, HALF: gl.constexpr, MP: gl.constexpr):
-    """A tile's outputs, from n up to `end`, for MP rows: which [HALF], which exist there, their places
-    [HALF, MP] in [rows, N], and which of these exist."""
+    """A tile's outputs, from n up to `end`, for MP rows: which [HALF], which exist there, their
+    places [HALF, MP] in [rows, N], and which of these exist."""
     n += gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))
     inside = n < gl.minimum(end, N)
@@ -715,8 +910,9 @@ def _add_bias(out, bias_p, n, inside):
 
 @gluon.jit
 def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr):
-    """The sum of all ranks' parts [HALF, MP] of outputs n. A rank's memory is fp32 [2 places, RANKS, N, MP],
-    the parts that it got, and int64 [programs, RANKS], how many of a program have come from each rank."""
+    """The sum of all ranks' parts [HALF, MP] of outputs n. A rank's memory is fp32
+    [2 places, RANKS, N, MP], the parts that it got, and int64 [programs, RANKS], how many of a
+    program have come from each rank."""
     MP: gl.constexpr = part.shape[1]
     at = n[:, None] * MP + gl.arange(0, MP, layout=gl.SliceLayout(0, OUT))[None, :]
     counts = RANKS * N * MP + gl.program_id(0) * RANKS  # from the memory's start on, 8 bytes each
@@ -741,13 +937,29 @@ def _sum_over_ranks(part, n, inside, place, N, shared_p, RANK: gl.constexpr, RAN
 
 @gluon.jit
 def _residual_layer(
-    ring, xs, ready, free, step, K, bias_p, residual_p, norm_p, x_p, scaled_p, squares_p, rows, N,
-    place, shared_p, RANK: gl.constexpr, RANKS: gl.constexpr,
-):  # fmt: skip
-    """x = residual + W y + b, W y + b summed over the ranks. Of the RMSNorm after it: `scaled`, x times the
-    norm's weight, and this program's part of each row's sum of squares, by which the next layer scales its
-    product. place: 0 and 1 in turn. Who has got the others' parts there knows that they have read all of the
-    place before, which so is free again."""
+    ring,
+    xs,
+    ready,
+    free,
+    step,
+    K,
+    bias_p,
+    residual_p,
+    norm_p,
+    x_p,
+    scaled_p,
+    squares_p,
+    rows,
+    N,
+    place,
+    shared_p,
+    RANK: gl.constexpr,
+    RANKS: gl.constexpr,
+):
+    """x = residual + W y + b, W y + b summed over the ranks. Of the RMSNorm after it: `scaled`, x
+    times the norm's weight, and this program's part of each row's sum of squares, by which the next
+    layer scales its product. place: 0 and 1 in turn. Who has got the others' parts there knows that
+    they have read all of the place before, which so is free again."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
     first, count, tiles = _share(N, HALF)
@@ -773,9 +985,21 @@ def _residual_layer(
 
 @gluon.jit
 def _normed_layer(
-    ring, xs, ready, free, step, K, bias_p, squares_p, eps, out_p, rows, N,
-    GATED: gl.constexpr, PP: gl.constexpr,
-):  # fmt: skip
+    ring,
+    xs,
+    ready,
+    free,
+    step,
+    K,
+    bias_p,
+    squares_p,
+    eps,
+    out_p,
+    rows,
+    N,
+    GATED: gl.constexpr,
+    PP: gl.constexpr,
+):
     """W norm(x) + b, or of gate and up silu(gate) * up."""
     HALF: gl.constexpr = ring.shape[1] // 2
     MP: gl.constexpr = xs.shape[1] // 2
@@ -806,101 +1030,231 @@ def _normed_layer(
 
 @gluon.jit
 def _multiply(
-    ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p, sum_p,
-    scaled_p, squares_p, gated_p, x_p, out_p, counters_p, shared_p, rows, heads_dim, dim, ffn, N, eps,
-    next_eps, PP: gl.constexpr, RANK: gl.constexpr, RANKS: gl.constexpr,
-):  # fmt: skip
+    ring,
+    xs,
+    ready,
+    free,
+    residual_p,
+    wo_bias_p,
+    norm_p,
+    w13_bias_p,
+    w2_bias_p,
+    next_norm_p,
+    bias_p,
+    sum_p,
+    scaled_p,
+    squares_p,
+    gated_p,
+    x_p,
+    out_p,
+    counters_p,
+    shared_p,
+    rows,
+    heads_dim,
+    dim,
+    ffn,
+    N,
+    eps,
+    next_eps,
+    PP: gl.constexpr,
+    RANK: gl.constexpr,
+    RANKS: gl.constexpr,
+):
     """The consumer, four warps: a layer after the other."""
     _wait_for_previous()
     step = _residual_layer(
-        ring, xs, ready, free, gl.to_tensor(0), heads_dim, wo_bias_p,
-        residual_p, norm_p, sum_p, scaled_p, squares_p, rows, dim, 0, shared_p, RANK, RANKS,
-    )  # fmt: skip
+        ring,
+        xs,
+        ready,
+        free,
+        gl.to_tensor(0),
+        heads_dim,
+        wo_bias_p,
+        residual_p,
+        norm_p,
+        sum_p,
+        scaled_p,
+        squares_p,
+        rows,
+        dim,
+        0,
+        shared_p,
+        RANK,
+        RANKS,
+    )
     _arrive(counters_p)
     step = _normed_layer(
         ring, xs, ready, free, step, dim, w13_bias_p, squares_p, eps, gated_p, rows, ffn, True, PP
     )
     _arrive(counters_p + 1)
     step = _residual_layer(
-        ring, xs, ready, free, step, ffn, w2_bias_p,
-        sum_p, next_norm_p, x_p, scaled_p, squares_p, rows, dim, 1, shared_p, RANK, RANKS,
-    )  # fmt: skip
+        ring,
+        xs,
+        ready,
+        free,
+        step,
+        ffn,
+        w2_bias_p,
+        sum_p,
+        next_norm_p,
+        x_p,
+        scaled_p,
+        squares_p,
+        rows,
+        dim,
+        1,
+        shared_p,
+        RANK,
+        RANKS,
+    )
     _arrive(counters_p + 2)
-    _normed_layer(ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP)
+    _normed_layer(
+        ring, xs, ready, free, step, dim, bias_p, squares_p, next_eps, out_p, rows, N, False, PP
+    )
 
 
 @gluon.jit
 def _linear_chain_kernel(
-    wo, w13, w2, w,  # in blocks [8, KB]
-    attended, scaled, gated,  # [rows, heads_dim], [rows, dim], [rows, ffn], in blocks [MP, KB]
+    wo,
+    w13,
+    w2,
+    w,  # in blocks [8, KB]
+    attended,
+    scaled,
+    gated,  # [rows, heads_dim], [rows, dim], [rows, ffn], in blocks [MP, KB]
     residual_p,  # [rows, dim], as sum_p, scaled_p and x_p
-    wo_bias_p, norm_p, w13_bias_p, w2_bias_p, next_norm_p, bias_p,  # a number an output, or None
-    sum_p, scaled_p, squares_p,  # squares [programs, MP] fp32
-    gated_p, x_p, out_p,  # gated [rows, ffn], out [rows, N]
+    wo_bias_p,
+    norm_p,
+    w13_bias_p,
+    w2_bias_p,
+    next_norm_p,
+    bias_p,  # a number an output, or None
+    sum_p,
+    scaled_p,
+    squares_p,  # squares [programs, MP] fp32
+    gated_p,
+    x_p,
+    out_p,  # gated [rows, ffn], out [rows, N]
     counters_p,  # [3] int64
     shared_p,  # [RANKS] int64: where each rank's memory lies for this one
-    rows, eps, next_eps,
-    MP: gl.constexpr, HALF: gl.constexpr, SLOTS: gl.constexpr, PP: gl.constexpr, RANK: gl.constexpr,
+    rows,
+    eps,
+    next_eps,
+    MP: gl.constexpr,
+    HALF: gl.constexpr,
+    SLOTS: gl.constexpr,
+    PP: gl.constexpr,
+    RANK: gl.constexpr,
     RANKS: gl.constexpr,
-):  # fmt: skip
-    # Every program has a share of each layer's outputs, over all inputs. A warp streams their weights through
-    # the slots of a ring, and on into the next layer's while the programs wait for one another: the memory
-    # never rests, where launches of a layer each would lose some 3 us. A slot has two halves of HALF weight
-    # rows: gate and up of w13, else the same outputs (there are fewer) over two runs of inputs. The halves
-    # take turns of eight rows, so that a thread has both of an output. MP, PP: rows and programs, padded.
+):
+    # Every program has a share of each layer's outputs, over all inputs. A warp streams their
+    # weights through the slots of a ring, and on into the next layer's while the programs wait for
+    # one another: the memory never rests, where launches of a layer each would lose some 3 us. A
+    # slot has two halves of HALF weight rows: gate and up of w13, else the same outputs (there are
+    # fewer) over two runs of inputs. The halves take turns of eight rows, so that a thread has both
+    # of an output. MP, PP: rows and programs, padded.
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, wo.block_shape[1]], wo.layout)
     xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, wo.block_shape[1]], attended.layout)
     ready, free = _ring_barriers(SLOTS, (2, 1))
     gl.warp_specialize(
         [
-            (_multiply, (ring, xs, ready, free, residual_p, wo_bias_p, norm_p, w13_bias_p, w2_bias_p,
-                         next_norm_p, bias_p, sum_p, scaled_p, squares_p, gated_p, x_p, out_p, counters_p,
-                         shared_p, rows, heads_dim, dim, ffn, N, eps, next_eps, PP, RANK, RANKS)),
+            (
+                _multiply,
+                (
+                    ring,
+                    xs,
+                    ready,
+                    free,
+                    residual_p,
+                    wo_bias_p,
+                    norm_p,
+                    w13_bias_p,
+                    w2_bias_p,
+                    next_norm_p,
+                    bias_p,
+                    sum_p,
+                    scaled_p,
+                    squares_p,
+                    gated_p,
+                    x_p,
+                    out_p,
+                    counters_p,
+                    shared_p,
+                    rows,
+                    heads_dim,
+                    dim,
+                    ffn,
+                    N,
+                    eps,
+                    next_eps,
+                    PP,
+                    RANK,
+                    RANKS,
+                ),
+            ),
             (_stream_weights, (wo, w13, w2, w, ring, ready, free)),
             (_stream_inputs, (attended, scaled, gated, counters_p, N, xs, ready, free, HALF)),
         ],
         [1, 1],  # warps, beside the four of the first
         [40, 40],  # registers a thread
-    )  # fmt: skip
+    )
 
 
 @functools.cache
 def _chain_counters(device: torch.device, programs: int) -> Tensor:
-    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all launches."""
+    """Arrivals of so many programs at each of a chain's three grid-wide barriers, over all
+    launches."""
     return torch.zeros(3, dtype=torch.int64, device=device)
 
 
-@operator(lambda attended, x, weights, *_: (torch.empty_like(x), x.new_empty(len(x), len(weights[3]))))
+@operator(
+    lambda attended, x, weights, *_: (torch.empty_like(x), x.new_empty(len(x), len(weights[3])))
+)
 def linear_chain(
-    attended: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor],
-    eps: list[float], shared: Tensor | None = None, rank: int = 0
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The linear layers from one attention to the next, of a few rows, in one launch: x' = x + W_o attended,
-    x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W norm(x'').
+    attended: Tensor,
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    norms: list[Tensor],
+    eps: list[float],
+    shared: Tensor | None = None,
+    rank: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The linear layers from one attention to the next, of a few rows, in one launch: x' = x + W_o
+    attended, x'' = x' + W_2 SwiGLU(W_13 norm(x')) (arXiv 2002.05202, RMSNorm 1910.07467), W
+    norm(x'').
 
-    attended [rows, heads * D] and x [rows, dim], bf16, at most CHAIN_ROWS rows; weights W_o [dim, heads * D],
-    W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's W_qkv or the logits'; their
-    biases, or None; norms and eps, of the RMSNorm before W_13 and of that before W -> x'' [rows, dim] and
-    W norm(x'') + b [rows, N]. heads * D, dim and ffn are multiples of 8. ValueError for what does not fit.
-    shared, rank: of several ranks with GPUs of one kind, the two last of shared_memory.
+    attended [rows, heads * D] and x [rows, dim], bf16, at most CHAIN_ROWS rows; weights W_o
+    [dim, heads * D], W_13 [2 ffn, dim], gate first, W_2 [dim, ffn] and W [N, dim], the next layer's
+    W_qkv or the logits'; their biases, or None; norms and eps, of the RMSNorm before W_13 and of
+    that before W -> x'' [rows, dim] and W norm(x'') + b [rows, N]. heads * D, dim and ffn are
+    multiples of 8. ValueError for what does not fit. shared, rank: of several ranks with GPUs of
+    one kind, the two last of shared_memory.
 
-    The kernel before must not write the first weights, which are read while it still runs (see overlapped).
-    The first call on a device must not be in a capture. Truth: model.Layer."""
+    The kernel before must not write the first weights, which are read while it still runs (see
+    overlapped). The first call on a device must not be in a capture. Truth: model.Layer."""
     listed, dtype = [len(each) for each in (weights, biases, norms, eps)], x.dtype
-    kernels.need(listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}")
+    kernels.need(
+        listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}"
+    )
     (rows, dim), (wo, _, w2, w) = (len(x), x.shape[-1]), weights
     heads_dim, ffn, N = wo.shape[-1], w2.shape[-1], len(w)
     sizes = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}
     given = {"x": (x, dtype, rows, dim), "attended": (attended, dtype, rows, heads_dim)}
     given |= {"norm": (norms[0], dtype, dim), "next norm": (norms[1], dtype, dim)}
     for name, weight, bias in zip(sizes, weights, biases, strict=True):
-        given |= {name: (weight, dtype, *sizes[name]), f"bias of {name}": (bias, dtype, sizes[name][0])}
+        given |= {
+            name: (weight, dtype, *sizes[name]),
+            f"bias of {name}": (bias, dtype, sizes[name][0]),
+        }
     kernels.check(**given)
     for name in ("attended", *sizes):  # which bulk copies take
         kernels.need(aligned(given[name][0]), f"{name} must start at a multiple of 16 bytes")
     most = f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU"
-    kernels.need(chains_linears(x, heads_dim, dim, ffn), f"{most}: not {dtype} {list(x.shape)} on {x.device}")
+    kernels.need(
+        chains_linears(x, heads_dim, dim, ffn), f"{most}: not {dtype} {list(x.shape)} on {x.device}"
+    )
     device = torch.cuda.get_device_properties(x.device)
     # Every program must have outputs of the layers that end in x (see _stream_inputs).
     programs = min(device.multi_processor_count, dim // 8)
@@ -914,22 +1268,48 @@ def linear_chain(
     blocks = [TensorDescriptor.from_tensor(weight, [8, KB], layout) for weight in weights]
     blocks += [TensorDescriptor.from_tensor(t, [MP, KB], layout) for t in (attended, scaled, gated)]
     _linear_chain_kernel[programs,](
-        *blocks, x, biases[0], norms[0], biases[1], biases[2], norms[1], biases[3], total, scaled, squares,
-        gated, out_x, out, _chain_counters(x.device, programs), shared, rows, *eps, MP, HALF, SLOTS,
-        kernels.power2(programs), rank, 1 if shared is None else len(shared), num_warps=4,
-        launch_cooperative_grid=True, **kernels.overlapped(x.device),
-    )  # fmt: skip
+        *blocks,
+        x,
+        biases[0],
+        norms[0],
+        biases[1],
+        biases[2],
+        norms[1],
+        biases[3],
+        total,
+        scaled,
+        squares,
+        gated,
+        out_x,
+        out,
+        _chain_counters(x.device, programs),
+        shared,
+        rows,
+        *eps,
+        MP,
+        HALF,
+        SLOTS,
+        kernels.power2(programs),
+        rank,
+        1 if shared is None else len(shared),
+        num_warps=4,
+        launch_cooperative_grid=True,
+        **kernels.overlapped(x.device),
+    )
     return out_x, out
 
 
 def chains_linears(x: Tensor, *inputs: int) -> bool:
-    """Whether `linear_chain` serves rows x in layers of so many inputs. It does not in fp16, which may not
-    hold x before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
-    fits = 0 < len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
+    """Whether `linear_chain` serves rows x in layers of so many inputs. It does not in fp16, which
+    may not hold x before it is normed, nor in fp32, which tensor cores do not multiply exactly."""
+    fits = (
+        0 < len(x) <= CHAIN_ROWS and x.dtype == torch.bfloat16 and all(K % 8 == 0 for K in inputs)
+    )
     return fits and kernels.nvidia_generation(x.device) == 9
 
 
-# ---- a decode step of chains, in place of Llama.decode: each ends in the next wqkv, or in the logits
+# ---- a decode step of chains, in place of Llama.decode: each ends in the next wqkv, or in the
+# logits
 
 
 def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -939,13 +1319,17 @@ def chained_first(embeddings, layer, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chained_attention(layer, qkv: Tensor, pos: Tensor, cache) -> Tensor:
-    """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the code."""
+    """wqkv's output -> the heads' results. Only this is compiled: layers of a kind share the
+    code."""
     return layer.attention.attend_heads(qkv, lambda *parts: cache.decode(pos, *parts)).contiguous()
 
 
-def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear, *shared) -> tuple[Tensor, Tensor]:
+def chained_layer(
+    layer, attended: Tensor, x: Tensor, norm, linear, *shared
+) -> tuple[Tensor, Tensor]:
     """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
-    norms, linears = (layer.ffn_norm, norm), (*layer.linears()[1:], linear)  # all but the first, wqkv
+    # all but the first, wqkv
+    norms, linears = (layer.ffn_norm, norm), (*layer.linears()[1:], linear)
     weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
     norms, eps = ([getattr(each, name) for each in norms] for name in ("weight", "eps"))
     return linear_chain(attended, x, weights, biases, norms, eps, *shared)
@@ -954,16 +1338,20 @@ def chained_layer(layer, attended: Tensor, x: Tensor, norm, linear, *shared) -> 
 def decode_in_chains(shared, model, tokens, pos, caches, first, attend) -> Tensor:
     out, x = first(model.tok_embeddings, model.layers[0], tokens)
     ends = [(layer.attention_norm, layer.attention.wqkv) for layer in model.layers[1:]]
-    for layer, cache, end in zip(model.layers, caches, [*ends, (model.norm, model.output)], strict=True):
+    for layer, cache, end in zip(
+        model.layers, caches, [*ends, (model.norm, model.output)], strict=True
+    ):
         x, out = chained_layer(layer, attend(layer, out, pos, cache), x, *end, *shared[1:])
     return out
 
 
 @functools.lru_cache
-def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
-    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each rank's lies
-    for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs cannot reach one another.
-    The first call is of all ranks together."""
+def shared_memory(
+    nbytes: int, device: torch.device
+) -> tuple[Tensor, Tensor, int] | tuple[()] | None:
+    """Memory of this rank that all ranks read and write, zeros [ranks * nbytes] uint8; where each
+    rank's lies for this one, int64 [ranks]; and this rank. () if it is alone, None where GPUs
+    cannot reach one another. The first call is of all ranks together."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -981,13 +1369,14 @@ def shared_memory(nbytes: int, device: torch.device) -> tuple[Tensor, Tensor, in
 
 
 def chained_decode(model, rows: int) -> tuple | None:
-    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none in int8.
-    None as well where several ranks share no memory."""
+    """decode_in_chains and its two steps, if linear_chain serves so many rows in all layers: none
+    in int8. None as well where several ranks share no memory."""
     x = model.tok_embeddings.weight[:1].expand(rows, -1)
     inputs = {linear.in_features for layer in model.layers for linear in layer.linears()}
     if not chains_linears(x, *inputs) or model.output.weight.dtype != x.dtype:
         return None
-    # Of each rank two places of fp32 for the padded rows, and a count for each program, of 8 outputs or more.
+    # Of each rank two places of fp32 for the padded rows, and a count for each program, of 8
+    # outputs or more.
     shared = shared_memory((2 * 4 * (8 if rows <= 8 else 16) + 1) * x.shape[1], x.device)
     decode = functools.partial(decode_in_chains, shared)
     return None if shared is None else (decode, chained_first, chained_attention)

@@ -1,9 +1,10 @@
-"""Weights of the linear layers in int8: codes, and a scale in bf16 for each output. `--weights int8`.
+"""Weights of the linear layers in int8: codes, and a scale in bf16 for each output. `--weights
+int8`.
 
 A decode step reads every weight once, so with half of the bytes a step of few rows takes less time
-(docs/results.md has the figures). `build` stands in for model.build: it quantises each layer as soon
-as the layer has its weights, and in them what the method folds, so that no more than one layer is
-ever there in 16 bits. In the kernels' block linear_int8_reference is the truth, _linear_kernel
+(docs/results.md has the figures). `build` stands in for model.build: it quantises each layer as
+soon as the layer has its weights, and in them what the method folds, so that no more than one layer
+is ever there in 16 bits. In the kernels' block linear_int8_reference is the truth, _linear_kernel
 multiplies few rows by the codes, and many rows get a weight that _dequantize_kernel makes of them.
 """
 
@@ -102,12 +103,17 @@ def build(
 def linear_int8_reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """What linear_int8 says, in PyTorch.
 
-    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so do many
-    where there may be no instructions for bf16. PyTorch's product of these reads 16 codes at a time."""
+    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so
+    do many where there may be no instructions for bf16. PyTorch's product of these reads 16 codes
+    at a time."""
     if x.device.type != "cpu":
         return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
     rows = x.flatten(0, -2).bfloat16()
-    if codes.shape[1] % 16 or len(rows) > 32 and torch.backends.cpu.get_cpu_capability() == "AVX512":
+    if (
+        codes.shape[1] % 16
+        or len(rows) > 32
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    ):
         y = F.linear(rows, codes.bfloat16()) * scale
     else:
         y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
@@ -119,8 +125,8 @@ LINEAR_ROWS = 64  # at most so many rows read the codes; more are worth a weight
 
 
 def linear_config(M: int, N: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(rows, outputs and inputs of a tile, tiles in flight). Where outputs are many, larger tiles come in
-    fewer waves."""
+    """(rows, outputs and inputs of a tile, tiles in flight). Where outputs are many, larger tiles
+    come in fewer waves."""
     if M == 1:
         return 1, 8, 1024, 3
     MP, BK = min(power2(M, 16), 32), 512 // itemsize
@@ -198,8 +204,8 @@ def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) 
 
 
 def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] through a linear layer in int8 -> [..., N] in x's dtype: weight codes [N, K] * scale [N]
-    bf16, and bias [N] or None."""
+    """x [..., K] through a linear layer in int8 -> [..., N] in x's dtype: weight codes [N, K] *
+    scale [N] bf16, and bias [N] or None."""
     if triton is None or not x.is_cuda:
         return linear_int8_reference(x, codes, scale, bias)
     return launch_linear(x.flatten(0, -2).contiguous(), codes, scale, bias).view(*x.shape[:-1], -1)

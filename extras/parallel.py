@@ -1,7 +1,8 @@
-"""Several GPUs, with a process for each: tensor parallelism (Megatron-LM, arXiv 1909.08053, sec. 3).
+"""Several GPUs, with a process for each: tensor parallelism (Megatron-LM, arXiv 1909.08053, sec.
+3).
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint FOLDER --method loki
-    torchrun --nproc_per_node 4 -m extras.bench step --row "sals|llama-3.1-70b|8|32768|--method sals"
+    torchrun --nproc_per_node 4 generate.py --checkpoint FOLDER --method loki torchrun
+    --nproc_per_node 4 -m extras.bench step --row "sals|llama-3.1-70b|8|32768|--method sals"
 
 Every process runs the whole command over a smaller Llama: its share of the query heads, of the KV
 heads and of ffn_dim. It has the weights and the cache of these heads and no others; embeddings,
@@ -140,7 +141,9 @@ def share_of(config: ModelConfig, n: int) -> ShareConfig:
     """The config of one of n equal shares. Several processes may have the same KV head, each with
     other query heads. Raises UserError where the sizes do not divide."""
     if config.elitekv:
-        raise UserError("an uptrained EliteKV model has one latent of all heads: run it without torchrun")
+        raise UserError(
+            "an uptrained EliteKV model has one latent of all heads: run it without torchrun"
+        )
     kv_heads_divide = config.n_kv_heads % n == 0 or n % config.n_kv_heads == 0
     if config.n_heads % n or config.ffn_dim % n or not kv_heads_divide:
         heads = f"{config.n_heads} query heads, {config.n_kv_heads} KV heads"
@@ -174,7 +177,8 @@ whole_artifact = compress.read_artifact
 
 
 def read_own_artifact(path: Path, row: Method, model: Llama, remedy: str) -> Artifact:
-    """compress.read_artifact, checked against the whole model and then cut to this process's KV heads."""
+    """compress.read_artifact, checked against the whole model and then cut to this process's KV
+    heads."""
     share = model.config
     whole_model = SimpleNamespace(config=share.whole, fingerprint=model.fingerprint)
     artifact = whole_artifact(path, row, whole_model, remedy)
@@ -227,11 +231,11 @@ def cut_models() -> None:
 
     model.empty_model            by one of this process's share
     model.copy_weight            by a copy of this process's rows or columns
-    Attention.forward,           in model.py, and EliteAttention's in compress.py, by ones whose results are
-    FeedForward.forward          summed over the processes
+    Attention.forward,           in model.py, and EliteAttention's in compress.py, by ones whose
+    FeedForward.forward          results are summed over the processes
     compress.read_artifact       by one that cuts what it has read
     generate.device_and_dtype    by one that gives each process a GPU of its own
-    Engine.set_tokens            by one after which all processes have the tokens that process 0 drew
+    Engine.set_tokens            by one after which all have the tokens that process 0 drew
     LLM.identity                 by a refusal: a file of a cache would be one process's share
     """
     model_file.empty_model = empty_share
@@ -283,8 +287,8 @@ def own_device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device
 
 
 def set_the_same_tokens(engine, ids: Tensor) -> None:
-    """Makes `tokens` those that process 0 chose: processes whose rows ended at different steps would
-    wait for one another forever. This sends B numbers a step, and B more for a draw."""
+    """Makes `tokens` those that process 0 chose: processes whose rows ended at different steps
+    would wait for one another forever. This sends B numbers a step, and B more for a draw."""
     set_tokens(engine, ids)
     dist.broadcast(engine.tokens, 0)
 

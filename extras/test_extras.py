@@ -1,7 +1,7 @@
 """Tests of extras/. Run with: pytest -q extras/test_extras.py
 
-What all methods share is tested by test_all.py's own tests: those imported here run over the methods of
-extras/baselines.py.
+What all methods share is tested by test_all.py's own tests: those imported here run over the
+methods of extras/baselines.py.
 """
 
 import collections
@@ -83,7 +83,7 @@ test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "b
 test_all.CommandLine.programs |= {"chat": chat.main}
 test_all.CommandLine.programs |= {"evaluate": evaluate.main, "train": train.main}
 
-# -------------------------------------------------------------------------------------------- comparison rows
+# ---------------------------------------------------------------------------------- comparison rows
 # The tests of all methods, over the lists of this file.
 
 globals().update({name: test for name, test in vars(test_all).items() if hasattr(test, "over")})
@@ -114,7 +114,8 @@ GRAPHED, STORES = CASES, []
 
 
 def shadowkvs_exact(cache, places: torch.Tensor) -> torch.Tensor:
-    """Which of 40 past tokens [40, Hkv] SHADOW keeps exactly: the recent ones and those of outlier chunks."""
+    """Which of 40 past tokens [40, Hkv] SHADOW keeps exactly: the recent ones and those of outlier
+    chunks."""
     return (places >= 31) | (places[..., None] // cache.chunk == cache.outlier[0]).any(-1)
 
 
@@ -172,7 +173,12 @@ SAME_WITH_KERNELS = [
     ("sals_cann", {"head_dim": 80}, 2, "scores select"),
     ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
     ("doublesparse", DOUBLE, 2, "plain scores select"),
-    ("shadowkv", {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5}, 2, "plain scores select"),
+    (
+        "shadowkv",
+        {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5},
+        2,
+        "plain scores select",
+    ),
 ]
 WATCHED = [
     ("sals", test_all.SPARSE | {"skip": ""}),
@@ -187,13 +193,13 @@ BAD_COMMANDS = {
     "evaluate --method sals:depth=3": "--depth is not a setting of sals",
     "evaluate --method sals:rank=nan": "--rank nan: give a number in [0, 1]",
     "evaluate --method loki:reduced=flase": "write reduced=BOOL, not reduced=flase",
-    "evaluate --method dense --method lrqk:rank=17 --samples 0 --prefix 30": "--rank 17: r must be 1 to 16",
+    "evaluate --method dense --method lrqk:rank=17 --samples 0 --prefix 30": "r must be 1 to 16",
     "evaluate --lengths 600 --perplexity_rows 0": "512; shorten --prefix, --continuation or --l",
     "evaluate --text few.txt --text few.txt": "a text named few already",
     "evaluate --samples 0 --perplexity_rows 0": "nothing to evaluate",
-    "evaluate --facts 3000 --tasks multikey --prefix 9": "--facts: 3000: give a number in [4, 1290]",
+    "evaluate --facts 3000 --tasks multikey --prefix 9": "3000: give a number in [4, 1290]",
     "evaluate --lengths 200 --prefix 9": "ask for longer prompts",
-    "evaluate --checkpoint small": "has 4096 ids, the model's vocabulary 300; the tokenizer belongs",
+    "evaluate --checkpoint small": "the model's vocabulary 300; the tokenizer belongs",
     "evaluate --text few.txt": "no text of at least 200 characters",
     "train --out new --text few.txt": "no text of at least 200 characters",
     "train --out new --text few.txt --method elitekv": "with --from FOLDER",
@@ -211,7 +217,9 @@ for line in ("evaluate --csv", "train --out", "train --state"):
 def test_palu_is_fitted_by_the_command(checkpoint, tmp_path):
     """In a process in which calibrate, which fit_palu imports, is __main__."""
     size = f"--out {tmp_path} --windows 2 --window 64".split()
-    run = test_all.python("calibrate.py", "fit", "--method", "palu", "--checkpoint", checkpoint, *size)
+    run = test_all.python(
+        "calibrate.py", "fit", "--method", "palu", "--checkpoint", checkpoint, *size
+    )
     assert run.returncode == 0 and "energy of 50% 0." in run.stdout, run.stderr
 
 
@@ -233,18 +241,23 @@ def pure_turboquant(cache, row, n, q, k, v):
     k, v = (baselines.turboquant(x, Pi, levels).transpose(0, 1) for x in (k, v))
     for i in range(n, len(q)):
         live = torch.ones(1, i + 1, dtype=torch.bool)
-        yield attend_plain(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(), None
+        yield (
+            attend_plain(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(),
+            None,
+        )
 
 
 def pure_sals_cann(cache, row, n, q, k, v):
-    """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean query."""
+    """As CANN's operators have it: pages by the log-sum-exp of their logits, of a group's mean
+    query."""
     q, k = (cache.rope_from(x, 0) for x in (q, k))
     low = test_all.spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
     k, v = (codes * scale for codes, scale in map(kernels.quantize_int8, (k, v)))
     pages = torch.arange(len(k)) // cache.page
 
     def step(i, h, q, k, v, _):
-        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page  # D is 16
+        # D is 16
+        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page
         scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
         old = max(0, last + 1 - cache.n_last_pages)
         n_best = sum(cache.budget) // cache.page - cache.n_last_pages
@@ -276,7 +289,8 @@ def pure_h2o(cache, row, n, q, k, v):
 
 
 def pure_snapkv(cache, row, n, q, k, v):
-    """A prompt's 12 tokens, then eight slots for those after it: beyond these the first of them goes."""
+    """A prompt's 12 tokens, then eight slots for those after it: beyond these the first of them
+    goes."""
     q, k = (cache.rope_from(x, 0) for x in (q, k))
     slots, prompt = cache.n_slots, cache.n_slots - 8
 
@@ -306,7 +320,9 @@ def pure_fp8(cache, row, n, q, k, v):
         return out, None, stored
 
     def start(h):
-        return tuple(baselines.fp8(x[:, h], scale) for x, scale in zip(prompt, scales[h], strict=True))
+        return tuple(
+            baselines.fp8(x[:, h], scale) for x, scale in zip(prompt, scales[h], strict=True)
+        )
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
@@ -316,7 +332,8 @@ def pure_shadowkv(cache, row, n, q, k, v):
     stored = tuple(x[:n] for x in (k.flatten(1) @ cache.basis[row], rotated, v))
     whole = max(0, n - settings.recent) // cache.chunk
     chunks = rotated[: whole * cache.chunk].unflatten(0, (whole, cache.chunk))
-    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)  # [whole, Hkv]
+    # [whole, Hkv]
+    likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)
     outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
     budget = cache.selected // cache.chunk, cache.chunk, settings.recent
     for i in range(n, len(q)):
@@ -335,7 +352,9 @@ def pure_palu(cache, row, n, q, k, v, latent):
         out, stored = baselines.palu_step(q, k, v, stored, basis[h], rope)
         return out, None, stored
 
-    return test_all.by_head(cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step)
+    return test_all.by_head(
+        cache, q, k, values, n, lambda h: (k[:n, h] @ basis[h], values[:n, h]), step
+    )
 
 
 STEPS = {  # as in test_all.py
@@ -346,8 +365,16 @@ STEPS = {  # as in test_all.py
     "fp8_step": ({}, pure_fp8, None),
     "fp8_step centred": (CENTRED, pure_fp8, None),
     "sals_cann": ({"keep": 40, "page": 4}, pure_sals_cann, None),
-    "shadowkv_step": ({"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5}, pure_shadowkv, None),
-    "palu_step biased": ({"keep": 0.5}, pure_palu, lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)]),
+    "shadowkv_step": (
+        {"keep": 40, "chunk": 4, "outliers": 2, "recent": 5, "rank": 0.5},
+        pure_shadowkv,
+        None,
+    ),
+    "palu_step biased": (
+        {"keep": 0.5},
+        pure_palu,
+        lambda c, G: [(8 // G, 48), (0, 48), (192 // G,)],
+    ),
 }
 
 
@@ -382,7 +409,8 @@ def test_snapkv_keeps_what_the_papers_listing_does(pool):
 
 
 def test_fp8_rounds_to_a_sixteenth_and_saturates_at_16_times_the_prompt():
-    """Of each number that is not below 1/1792 of the prompt's largest one: there the fraction's bits end."""
+    """Of each number that is not below 1/1792 of the prompt's largest one: there the fraction's
+    bits end."""
     store = baselines.Fp8Store(CacheContext(tiny_model(), 2, 64))  # tiny_model seeds
     exponent = torch.randint(-10, 1, (40, 4, 16))
     x = torch.rand(40, 4, 16).add(1).ldexp(exponent) * torch.logspace(-3, 3, 4)[:, None]
@@ -391,7 +419,9 @@ def test_fp8_rounds_to_a_sixteenth_and_saturates_at_16_times_the_prompt():
     near = x * 1792 >= most[:, None]
     assert near.float().mean() > 0.9 and ((back - x).abs() <= x / 16)[near].all()
     assert ((back - x).abs() <= most[:, None] / 1792 / 16)[~near].all()
-    assert store.vectors.dtype == torch.float8_e4m3fn and store.bytes_formula() == 2 * (64 * 4 * 16 + 4 * 4)
+    assert store.vectors.dtype == torch.float8_e4m3fn and store.bytes_formula() == 2 * (
+        64 * 4 * 16 + 4 * 4
+    )
     store.write_prompt(1, 40, torch.stack((16 * x[0], 1e6 * x[1])))  # its scales stay
     assert error(store.of_row(1, 40), back) == 0
     assert torch.allclose(store.of_row(1, 42)[41], 16 * most[:, None].expand(-1, 16))
@@ -400,7 +430,8 @@ def test_fp8_rounds_to_a_sixteenth_and_saturates_at_16_times_the_prompt():
 @pytest.mark.parametrize("method", ["fp8", "turboquant"])
 @pytest.mark.parametrize("bias, fails", [(0.0, False), (50.0, True)])
 def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
-    """A bias in the slowest pair adds nearly the same to the logits of all tokens: dense hardly feels it."""
+    """A bias in the slowest pair adds nearly the same to the logits of all tokens: dense hardly
+    feels it."""
     errors, (q, k, v) = [], stream(60)
     k[..., [7, 15]] += bias
     dense = reads(row_cache("dense", tiny_model(), 1, 60), 50, q, k, v)
@@ -416,7 +447,8 @@ def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
 
 
 def test_double_sparse_importance_is_a_mean_over_all_the_text():
-    """All windows count, not the last; q and k of the same token, after RoPE, summed over a group."""
+    """All windows count, not the last; q and k of the same token, after RoPE, summed over a
+    group."""
     model, tokens = tiny_model(), tiny_tokens(3, 40)
     tensors, facts = baselines.fit_doublesparse(model, tokens)
     cos, sin = rope_tables(model.config, 40, CPU)
@@ -440,7 +472,8 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
 
 @pytest.mark.parametrize("bits, lost", [(2, 0.1175), (4, 0.009497)])
 def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
-    """lost: of normal numbers (Max's table), as which a unit vector's nearly are. Theorem 1 allows more."""
+    """lost: of normal numbers (Max's table), as which a unit vector's nearly are. Theorem 1 allows
+    more."""
     torch.manual_seed(0)
     x = torch.randn(4000, 128) * torch.logspace(-3, 3, 4000)[:, None]
     x[3] = 0
@@ -456,11 +489,14 @@ def test_turboquants_levels_lose_as_little_as_any_could(bits, lost):
 
 
 def test_palu_is_the_whitened_svd_of_the_weights():
-    """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the text."""
+    """The Gram of the keys gives Palu's directions. Nothing of their rank loses less on the
+    text."""
     model, tokens, inputs = tiny_model(head_dim=48, qkv_bias=True), tiny_tokens(6, 64), []
     tensors, _ = baselines.fit_palu(model, tokens)
     attention = model.layers[1].attention
-    with attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2).double())):
+    with attention.register_forward_pre_hook(
+        lambda _, args: inputs.append(args[0].flatten(0, -2).double())
+    ):
         test_all.observed(model, tokens)
     x = torch.cat(inputs)
     for kind, part in (("k", 1), ("v", 2)):
@@ -469,12 +505,23 @@ def test_palu_is_the_whitened_svd_of_the_weights():
         test_all.assert_best_basis(x @ weight, basis, (8, 24))
 
 
-# ------------------------------------------------------------------------------------------------- GGUF files
+# --------------------------------------------------------------------------------------- GGUF files
 
-GGUF_TOKENS = [*GPT2_BYTES, *("".join(m.split()) for m in MERGES), "<|im_start|>", "<|im_end|>", "<think>"]
+GGUF_TOKENS = [
+    *GPT2_BYTES,
+    *("".join(m.split()) for m in MERGES),
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+]
 GGUF_TOKENS += [f"[PAD{i}]" for i in range(len(GGUF_TOKENS), 288)]
-GGUF_META = {"model": "gpt2", "pre": "qwen2", "tokens": GGUF_TOKENS, "merges": MERGES}  # of tokenizer.ggml
-GGUF_META |= {"token_type": [1] * 265 + [3, 3, 4] + [5] * 20, "bos_token_id": 265, "eos_token_id": 266}
+# of tokenizer.ggml
+GGUF_META = {"model": "gpt2", "pre": "qwen2", "tokens": GGUF_TOKENS, "merges": MERGES}
+GGUF_META |= {
+    "token_type": [1] * 265 + [3, 3, 4] + [5] * 20,
+    "bos_token_id": 265,
+    "eos_token_id": 266,
+}
 
 
 def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
@@ -482,7 +529,11 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
 
     changes: metadata with __ for dots (None: leave it out) and tensors."""
     package, c, rope = pytest.importorskip("gguf"), theirs.config, theirs.config.rope_parameters
-    arch, theta, form = c.model_type.replace("mistral", "llama"), rope["rope_theta"], rope["rope_type"]
+    arch, theta, form = (
+        c.model_type.replace("mistral", "llama"),
+        rope["rope_theta"],
+        rope["rope_type"],
+    )
     heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}
     width, quant = getattr(c, "head_dim", None) or c.hidden_size // 4, package.GGMLQuantizationType
     meta = {
@@ -496,7 +547,8 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
         "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
         "rope.dimension_count": width,
         "attention.key_length": width,
-        "attention.sliding_window": getattr(c, "sliding_window", None) or {"phi3": 0}.get(arch),  # as Phi-4's
+        # as Phi-4's
+        "attention.sliding_window": getattr(c, "sliding_window", None) or {"phi3": 0}.get(arch),
     }
     tensors = {}
     if form in ("linear", "yarn"):
@@ -518,14 +570,20 @@ def write_gguf(path: Path, theirs, kind: str = "F32", **changes) -> Path:
             p.data[order] = torch.tensor(package.dequantize(data, quant[kind]))
         tensors[names.get_name(name, (".weight", ".bias"))] = data
     writer = package.GGUFWriter(path, changes.pop("general__architecture", arch))
-    for key, value in (meta | {key.replace("__", "."): value for key, value in changes.items()}).items():
+    for key, value in (
+        meta | {key.replace("__", "."): value for key, value in changes.items()}
+    ).items():
         if isinstance(value, np.ndarray):
             tensors[key] = value
         elif value is not None:
             writer.add_key_value(key, value, package.GGUFValueType.get_type(value))
     for name, data in tensors.items():
         writer.add_tensor(name, data, raw_dtype=quant[kind] if data.dtype == np.uint8 else None)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+    ):
         write()
     writer.close()
     return path
@@ -559,7 +617,11 @@ GGUF_MODELS = {  # family, how its matrices are stored, changes to the model
 def test_gguf_logits_agree_with_transformers(family, tmp_path):
     kind, changes = GGUF_MODELS[family]
     theirs = hf_model(family, vocab_size=288, hidden_size=64, intermediate_size=96, **changes)
-    path, out, ids = write_gguf(tmp_path / "m.gguf", theirs, kind), tmp_path / "out", tiny_tokens(1, 150)
+    path, out, ids = (
+        write_gguf(tmp_path / "m.gguf", theirs, kind),
+        tmp_path / "out",
+        tiny_tokens(1, 150),
+    )
     auto = pytest.importorskip("transformers").AutoModelForCausalLM
     with torch.no_grad():
         for dtype in ("bf16", "fp32"):
@@ -578,11 +640,17 @@ def test_gguf_logits_agree_with_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken"])
 def test_gguf_token_ids(pre, tmp_path):
-    path = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>")
+    path = tiny_gguf(
+        tmp_path / "m.gguf", tokenizer__ggml__pre=pre, tokenizer__chat_template="<|im_start|>"
+    )
     tokenizer, oracle = test_all.with_auto(convert(path, tmp_path / "out"))
     rng = random.Random(0)
     alphabet = "the 12.!\n\t'saBL\u00e9\u4f60 e\u0301"
-    texts = [*TEXTS, *("".join(rng.choices(alphabet, k=20)) for _ in range(300)), "the  the 12 1212 !!"]
+    texts = [
+        *TEXTS,
+        *("".join(rng.choices(alphabet, k=20)) for _ in range(300)),
+        "the  the 12 1212 !!",
+    ]
     texts += ["the<think> a"]
     for text in (text for text in texts if "<|" not in text):
         assert tokenizer.encode(text) == oracle.encode(text)
@@ -595,19 +663,31 @@ def test_gguf_token_ids(pre, tmp_path):
     assert tokenizer.add_bos == made["ignore_merges"] == whole_words and tokenizer.bos_id == 265
 
 
-@pytest.mark.parametrize("source, space", [(NANO, False), (REAL / LLAMA2, True)], ids=["nano", "llama2"])
+@pytest.mark.parametrize(
+    "source, space", [(NANO, False), (REAL / LLAMA2, True)], ids=["nano", "llama2"]
+)
 def test_gguf_sentencepiece_ids(source, space, tmp_path):
     pytest.importorskip("google.protobuf")  # transformers reads a tokenizer.model with it
     sp = test_all.sentencepiece_of(source)
-    bos, unknown = (sp.bos_id(), 2) if space else (sp.eos_id(), 3)  # files may name another BOS and type
-    tests, ids = ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)), range(sp.vocab_size())
-    meta = {"tokens": [*map(sp.id_to_piece, ids), "[PAD]"], "scores": [*map(sp.get_score, ids), 0.0]}
+    # files may name another BOS and type
+    bos, unknown = (sp.bos_id(), 2) if space else (sp.eos_id(), 3)
+    tests, ids = (
+        ((sp.is_unknown, unknown), (sp.is_control, 3), (sp.is_byte, 6)),
+        range(sp.vocab_size()),
+    )
+    meta = {
+        "tokens": [*map(sp.id_to_piece, ids), "[PAD]"],
+        "scores": [*map(sp.get_score, ids), 0.0],
+    }
     meta["token_type"] = [*(next((kind for test, kind in tests if test(i)), 1) for i in ids), 2]
     meta |= {"model": "llama", "bos_token_id": bos, "eos_token_id": sp.eos_id()}
     meta = {f"tokenizer__ggml__{key}": value for key, value in meta.items()}
     theirs = hf_model("llama-2", vocab_size=len(ids) + 1)
     path = write_gguf(tmp_path / "m.gguf", theirs, **meta, tokenizer__ggml__add_space_prefix=space)
-    (tokenizer, auto), oracle = test_all.with_auto(convert(path, tmp_path / "out")), load_tokenizer(source)
+    (tokenizer, auto), oracle = (
+        test_all.with_auto(convert(path, tmp_path / "out")),
+        load_tokenizer(source),
+    )
     assert tokenizer.add_bos and tokenizer.bos_id == bos
     code = Path(json.__file__).read_text()
     for text in [*TEXTS, code, *code.splitlines()]:
@@ -622,19 +702,39 @@ def test_gguf_rope_scaling_as_llama_cpp_reads_it():
         return gguf.gguf_rope({f"rope.{k.replace('__', '.')}": v for k, v in values.items()}, {}, 8)
 
     linear = {"rope_type": "linear", "factor": 4.0}
-    assert rope(scaling__factor=4.0) == rope(scale_linear=4.0) == linear  # the latter is its old name
-    assert rope() is rope(scaling__type="yarn") is rope(scaling__type="none", scaling__factor=4.0) is None
-    betas = {"scaling__yarn_beta_fast": 16.0, "scaling__yarn_beta_slow": 2.0, "scaling__attn_factor": 1}
+    # the latter is its old name
+    assert rope(scaling__factor=4.0) == rope(scale_linear=4.0) == linear
+    assert (
+        rope()
+        is rope(scaling__type="yarn")
+        is rope(scaling__type="none", scaling__factor=4.0)
+        is None
+    )
+    betas = {
+        "scaling__yarn_beta_fast": 16.0,
+        "scaling__yarn_beta_slow": 2.0,
+        "scaling__attn_factor": 1,
+    }
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}
     assert rope(scaling__type="yarn", scaling__factor=4.0, **betas) == yarn
 
 
 @pytest.mark.parametrize(
     "eos, kind, ends",  # kind: of <|im_end|>, a control token, a word of the user's, a plain word
-    [(None, 3, [266]), (-1, 4, [266]), (288, 3, [266]), (1.5, 4, [266]), (True, 3, [266]), (None, 1, None)],
+    [
+        (None, 3, [266]),
+        (-1, 4, [266]),
+        (288, 3, [266]),
+        (1.5, 4, [266]),
+        (True, 3, [266]),
+        (None, 1, None),
+    ],
 )
 def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
-    auto, types = pytest.importorskip("transformers").AutoModelForCausalLM, [1] * 265 + [3, kind] + [5] * 21
+    auto, types = (
+        pytest.importorskip("transformers").AutoModelForCausalLM,
+        [1] * 265 + [3, kind] + [5] * 21,
+    )
     changes = {"tokenizer__ggml__token_type": types, "tokenizer__ggml__eos_token_id": eos}
     yarn, ticks = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, []
     path = tiny_gguf(tmp_path / "m.gguf", **changes, **yarn)
@@ -644,11 +744,14 @@ def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
     assert max(ticks) > 2 / len(ticks)  # the bar counts bytes, not tensors
     assert ("<|im_end|>" in load_tokenizer(out).special_tokens) == bool(ends)
     assert theirs.generate(tiny_tokens(1, 4), max_new_tokens=2).shape == (1, 6)
-    assert theirs.generation_config.eos_token_id == ends and load_tokenizer(out).stop_ids == set(ends or [])
+    assert theirs.generation_config.eos_token_id == ends and load_tokenizer(out).stop_ids == set(
+        ends or []
+    )
 
 
 HUGE = np.full((288, 48), 1e30, np.float32)
-BAD_GGUF = [  # what the error says, and the change of metadata and tensors, or of the file, that it is about
+# what the error says, and the change of metadata and tensors, or of the file, that it is about
+BAD_GGUF = [
     ("no GGUF file", lambda path: path.write_bytes(b"")),
     ("truncated", lambda path: test_all.truncate(path, 0.9)),
     ("is not supported; supported: llama", {"general__architecture": "gpt2"}),
@@ -696,7 +799,9 @@ def test_convert_refuses_packages_and_folders(tmp_path, monkeypatch):
         check_refusal("too old: pip install -U gguf")
     convert(path, out)
     before = {file: file.read_bytes() for file in out.iterdir()}
-    save_artifact({"a": torch.zeros(2)}, out / "any.safetensors", {"fingerprint": "of other weights"})
+    save_artifact(
+        {"a": torch.zeros(2)}, out / "any.safetensors", {"fingerprint": "of other weights"}
+    )
     convert(path, out)  # its own files it replaces, and a fit goes with the weights
     assert before == {file: file.read_bytes() for file in out.iterdir()}
     save_artifact({"a": torch.zeros(2)}, out / "other.safetensors", {})
@@ -713,18 +818,28 @@ def test_smollm2_answers(cli, tmp_path):
     code, out, _ = cli(f"{line} --prompt 'What is the capital of France?'")
     assert code == 0 and out.strip() == "The capital of France is Paris."
     auto = pytest.importorskip("transformers")
-    theirs, tokenizer = auto.AutoModelForCausalLM.from_pretrained(folder), test_all.with_auto(folder)[1]
+    theirs, tokenizer = (
+        auto.AutoModelForCausalLM.from_pretrained(folder),
+        test_all.with_auto(folder)[1],
+    )
     cities = {"France": "Paris", "the United Kingdom": "London"}
-    asked = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities]
-    tokenizer.padding_side, how = "left", {"return_tensors": "pt", "return_dict": True, "padding": True}
+    asked = [
+        [{"role": "user", "content": f"What is the capital of {country}?"}] for country in cities
+    ]
+    tokenizer.padding_side, how = (
+        "left",
+        {"return_tensors": "pt", "return_dict": True, "padding": True},
+    )
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **how)
     within(theirs, "sals", batch_size=2, max_seq_length=128, folder=folder)
     made = theirs.generate(**inputs, do_sample=False, max_new_tokens=9)
-    answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = tokenizer.batch_decode(
+        made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     assert answers == [f"The capital of {country} is {city}." for country, city in cities.items()]
 
 
-# ------------------------------------------------------------------------------------------------ evaluate.py
+# -------------------------------------------------------------------------------------- evaluate.py
 
 
 @pytest.fixture(scope="module")
@@ -816,7 +931,8 @@ def test_what_no_training_has_seen_is_evaluated_where_it_is_named(nano_haystack)
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("method, options", WATCHED)
 def test_watched_figures_equal_a_plain_count(method, options, group):
-    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the ledger."""
+    """Of a step of two ragged rows, in plain Python. To watch changes neither logits nor the
+    ledger."""
     seen, prompts = [], [random_ids(47), random_ids(23, 1)]
     engines = [make_engine(tiny_model(group=group), method, 2, 50, **options) for _ in range(2)]
     engines[1].caches = [evaluate.Watched(cache) for cache in engines[1].caches]
@@ -829,11 +945,15 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
         cache.see = see
     assert torch.equal(*(logits_through(engine, prompts, [[7], [7]]) for engine in engines))
     for cache, index in seen:
-        # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one head
+        # [rows, selections, tokens]: a selection is shared by all heads, by a group, or is of one
+        # head
         index, figures = index.flatten(1, 2), []
         n_recent = cache.exact[0].n_recent if cache.exact else 0
         for row, n in ((0, 48), (1, 24)):
-            q, k = cache.query[row].double(), cache.keys[row, :, :n].repeat_interleave(group, 0).double()
+            q, k = (
+                cache.query[row].double(),
+                cache.keys[row, :, :n].repeat_interleave(group, 0).double(),
+            )
             weights = torch.einsum("hd,hsd->hs", q, k).div(4).softmax(-1)
             for places, heads in zip(index[row], weights.chunk(index.shape[1]), strict=True):
                 chosen = set(places[places >= 0].tolist()) | set(range(max(0, n - n_recent), n))
@@ -843,7 +963,8 @@ def test_watched_figures_equal_a_plain_count(method, options, group):
                 figures.append((len(chosen) / n, hits / len(best), mass))
         truth = dict(zip(evaluate.Watched.NAMES, np.mean(figures, axis=0), strict=True))
         assert cache.result() == pytest.approx(truth, abs=1e-5)
-        assert cache.bytes_stored() == cache.bytes_formula()  # the truth beside it is not in the ledger
+        # the truth beside it is not in the ledger
+        assert cache.bytes_stored() == cache.bytes_formula()
 
 
 def test_perplexity_and_kl_through_the_cache():
@@ -879,8 +1000,8 @@ def test_perplexity_and_kl_through_the_cache():
 
 
 def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
-    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16. With a chat
-    template half of the prompts are chats about the others."""
+    """KIVI's codes of 2 bits begin beyond 32 tokens: with the 17th that is written after 16. With a
+    chat template half of the prompts are chats about the others."""
     seen = mock.Mock(side_effect=evaluate.eval_perplexity)
     monkeypatch.setattr(evaluate, "eval_perplexity", seen)
     kivi = "kivi:bits=2,residual=32"
@@ -889,7 +1010,9 @@ def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
     ends = range(4, 33, 4)
     assert all(dense[f"kl@{n}"] == 0 and dense[f"argmax@{n}"] == 1 for n in ends)
     kl, same = ([kivi[f"{name}@{n}"] for n in ends] for name in ("kl", "argmax"))
-    assert max(map(abs, kl[:4])) < 1e-5 < 1e-3 < min(kl[4:]) and same[:4] == [1] * 4 and min(same) < 1
+    assert (
+        max(map(abs, kl[:4])) < 1e-5 < 1e-3 < min(kl[4:]) and same[:4] == [1] * 4 and min(same) < 1
+    )
     assert np.mean(kl) == pytest.approx(kivi["kl written"], rel=1e-6)
     (_, prompts, tokens, *_), again = (call.args for call in seen.call_args_list)
     assert prompts == again[1] and torch.equal(tokens, again[2])
@@ -901,14 +1024,19 @@ def test_drift_is_by_eighths_of_what_dense_writes(cli, folder, monkeypatch):
     chats, tokenizer = seen.call_args.args[1], load_tokenizer(folder)
     assert chats[:2] == prompts and len(chats) == 4
     for ids, text in zip(chats[2:], prompts, strict=True):
-        assert tokenizer.decode(ids) == f"U: Explain this text at length:\n{tokenizer.decode(text)}\nA:"
+        assert (
+            tokenizer.decode(ids)
+            == f"U: Explain this text at length:\n{tokenizer.decode(text)}\nA:"
+        )
 
 
 def test_a_perplexity_is_of_the_mean_loss_and_beyond_all_numbers_infinite(cli, monkeypatch):
     for losses, ppl in (([700.0], math.exp(700)), ([710.0], math.inf), ([1.0, 3.0], math.exp(2))):
         figures = torch.tensor([losses] + [[0.0] * len(losses)] * 2).double()[:, None], None
         monkeypatch.setattr(evaluate, "eval_perplexity", lambda *_, figures=figures: figures)
-        line = "evaluate --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
+        line = (
+            "evaluate --method dense --samples 0 --perplexity_rows 1 --prefix 40 --continuation 8"
+        )
         (row,) = cli.json(line)["rows"]
         assert row["ppl python"] == pytest.approx(ppl)
 
@@ -919,7 +1047,8 @@ def test_candidates_read_yes_and_no():
 
 
 def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeypatch):
-    """A last batch that is not full counts nothing twice. Facts lie at depths that are spread evenly."""
+    """A last batch that is not full counts nothing twice. Facts lie at depths that are spread
+    evenly."""
     rows, asked = [], {}
 
     def sample(hay, kind, seed, n_tokens, n_facts, depth=None) -> tuple:
@@ -938,9 +1067,14 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
     monkeypatch.setattr(
         generate, "free_memory", lambda _: int(2.5 * sum(cache.bytes_formula() for cache in row))
     )
-    line = "evaluate --method kivi --method streaming --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
+    line = "evaluate --method kivi --method streaming"
+    line += " --samples 5 --rows 3 --lengths 400 --perplexity_rows 0"
     dense, streaming = cli.json(f"{line} --tasks single")["rows"]
-    assert [dense["method"], streaming["method"]] == ["dense", "streaming"] and rows[:3] == [2, 2, 2]
+    assert [dense["method"], streaming["method"]] == ["dense", "streaming"] and rows[:3] == [
+        2,
+        2,
+        2,
+    ]
     assert dense["single 400"] == streaming["single 400"] == 20
     assert [*asked.values()] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9])
     assert "kivi: no row: no memory" in cli.err
@@ -952,11 +1086,21 @@ def test_eval_takes_the_rows_that_fit_and_goes_on_where_a_row_fails(cli, monkeyp
 def test_eval_prints_dense_first_and_json(cli, tmp_path):
     """Of the folder's own weights: by these it holds those in int8."""
     lossy = "sals:paper,sinks=0,critical=1,recent=4"
-    line = f"evaluate --weights int8 --method dense --method {lossy} --samples 2 --rows 2 --lengths 200"
-    line += " --tasks single multikey uuid --facts 4 --perplexity_rows 2 --prefix 40 --continuation 8"
+    line = f"evaluate --weights int8 --method dense --method {lossy}"
+    line += " --samples 2 --rows 2 --lengths 200"
+    line += (
+        " --tasks single multikey uuid --facts 4 --perplexity_rows 2 --prefix 40 --continuation 8"
+    )
     rows = dense, int8, sals = cli.json(f"{line} --csv {tmp_path}/table.csv")["rows"]
-    assert [row["method"] for row in rows] == ["dense", "dense weights=int8", f"{lossy} weights=int8"]
-    assert dense["kl python"] == 0 < int8["kl python"] < 0.1 and sals["kl python"] > 2 * int8["kl python"]
+    assert [row["method"] for row in rows] == [
+        "dense",
+        "dense weights=int8",
+        f"{lossy} weights=int8",
+    ]
+    assert (
+        dense["kl python"] == 0 < int8["kl python"] < 0.1
+        and sals["kl python"] > 2 * int8["kl python"]
+    )
     assert all(0 < row["errors"]["ppl python"] < row["ppl python"] for row in rows)
     assert sals["bytes/token"] < dense["bytes/token"] == int8["bytes/token"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 4
@@ -970,7 +1114,9 @@ def test_the_ledger_counts_host_memory():
 
 def test_what_is_attended_is_in_the_table_of_methods_that_select(cli):
     selects = "sals:sinks=2,recent=4,keep=0.25"
-    line = f"evaluate --method {selects} --samples 0 --perplexity_rows 2 --prefix 56 --continuation 8"
+    line = (
+        f"evaluate --method {selects} --samples 0 --perplexity_rows 2 --prefix 56 --continuation 8"
+    )
     dense, sals = cli.json(line)["rows"]
     assert "recall" not in dense
     assert sals["settings"] == {"sinks": 2, "recent": 4, "keep": 0.25}
@@ -979,7 +1125,9 @@ def test_what_is_attended_is_in_the_table_of_methods_that_select(cli):
 
 def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     row = {"bytes/token": 1.0, "errors": {}}
-    monkeypatch.setattr(evaluate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt]))
+    monkeypatch.setattr(
+        evaluate, "perplexity_row", mock.Mock(side_effect=[row, row, KeyboardInterrupt])
+    )
     line = "evaluate --method kivi --method topk:keep=8 --samples 0 --perplexity_rows 1 --prefix 40"
     code, _, err = cli(f"{line} --continuation 4 --csv {tmp_path}/t.csv")
     rows = (tmp_path / "t.csv").read_text().splitlines()
@@ -988,7 +1136,7 @@ def test_an_interrupted_evaluation_keeps_its_rows(cli, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [tmp_path / "t.csv"]
 
 
-# --------------------------------------------------------------------------------------------------- train.py
+# ----------------------------------------------------------------------------------------- train.py
 
 
 def test_training_documents_have_length_weights_and_bos(nano_haystack):
@@ -1123,7 +1271,9 @@ def test_the_learning_rate_warms_up_and_decays(nano_haystack):
     assert decay_of == {True: 0.1, False: 0.0}
 
 
-@pytest.mark.parametrize("numbers", list(itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2)))
+@pytest.mark.parametrize(
+    "numbers", list(itertools.product((signal.SIGINT, signal.SIGTERM), repeat=2))
+)
 def test_a_second_signal_ends_all(numbers):
     with pytest.raises(KeyboardInterrupt), train.deferred_interrupts() as stops:
         signal.raise_signal(numbers[0])
@@ -1197,7 +1347,8 @@ def test_what_evaluation_reads_is_never_trained_on(cli, tmp_path, monkeypatch):
     names = {f"{i}.py" for i in range(40)}
     for name in names:
         (tmp_path / name).write_text(name * 100)
-    for name in ("site-packages", "dist-packages"):  # lie in the library's folder, but are not of it
+    # lie in the library's folder, but are not of it
+    for name in ("site-packages", "dist-packages"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.py").write_text(name * 100)
     held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
@@ -1213,8 +1364,13 @@ def test_what_evaluation_reads_is_never_trained_on(cli, tmp_path, monkeypatch):
 
 
 def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monkeypatch, cli):
-    """Two steps of every kind through the command line; the folder then runs through the compressed cache."""
-    source, out, log = test_all.tiny_checkpoint(tmp_path / "source"), tmp_path / "out", tmp_path / "log.csv"
+    """Two steps of every kind through the command line; the folder then runs through the compressed
+    cache."""
+    source, out, log = (
+        test_all.tiny_checkpoint(tmp_path / "source"),
+        tmp_path / "out",
+        tmp_path / "log.csv",
+    )
     tokens, seen = torch.randint(3, 4096, (1, 50)), []
 
     train_model = train.train_model
@@ -1226,7 +1382,9 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
 
     monkeypatch.setattr(train, "train_model", train_and_see)
     method = "elitekv:r=3,d_ckv=24"
-    uptrain = f"train --from {source} --method {method} --out {out} --text {test_all.ROOT / 'model.py'} "
+    uptrain = (
+        f"train --from {source} --method {method} --out {out} --text {test_all.ROOT / 'model.py'} "
+    )
     uptrain += f"--stages 2x64x40 --workers 1 --log {log} --lr 5e-3"
     code, text, err = cli(uptrain)
     assert code == 0 and "finished" in text, err
@@ -1235,7 +1393,9 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert float(lines[-1][1]) < float(lines[0][1]) - 0.3
     model, start = (load_model(folder, CPU, torch.float32) for folder in (out, source))
     assert model.config.elitekv
-    method_named("elitekv").fold_all(model, compress.EliteSettings(), load_artifact(out, "elitekv", model))
+    method_named("elitekv").fold_all(
+        model, compress.EliteSettings(), load_artifact(out, "elitekv", model)
+    )
     settings = compress.EliteSettings(3, 24)
     method_named("elitekv").fold_all(start, settings, load_artifact(source, "elitekv", start))
     assert error(model.output(model(tokens)), seen[0]) < 5e-2  # bf16 weights
@@ -1244,14 +1404,15 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
         assert error(getattr(after, name).weight, getattr(before, name).weight) > 1e-3
     assert torch.equal(after.pairs, before.pairs)
 
-    report = cli.json(f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv")
+    report = cli.json(
+        f"generate --checkpoint {out} --prompt hello --max_new_tokens 4 --method elitekv"
+    )
     capacity = report["prompt_tokens"][0] + 4
     assert report["cache_bytes_measured"] == capacity * 4 * 4 * (4 * 2 * 3 + 24)
     assert "another one as --out" in cli.refusal(uptrain.replace(str(source), str(out)))
     assert "only elitekv is uptrained" in cli.refusal(uptrain.replace(method, "sals"))
-    table = (
-        f"evaluate --checkpoint {source} --method elitekv@{out} --samples 0 --perplexity_rows 1 --prefix 40"
-    )
+    table = f"evaluate --checkpoint {source} --method elitekv@{out}"
+    table += " --samples 0 --perplexity_rows 1 --prefix 40"
     rows = cli.json(f"{table} --continuation 4")["rows"]
     assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
@@ -1263,7 +1424,9 @@ def test_dense_attention_undoes_elitekv_at_full_rank(group):
         c, artifact = model.config, test_all.artifact_of("elitekv", model)
         dense = [layer.attention.wqkv.weight for layer in model.layers]
         latent = min(48, c.n_kv_heads * (32 - 2 * r))
-        compress.method_named("elitekv").fold_all(model, compress.EliteSettings(r=r, d_ckv=latent), artifact)
+        compress.method_named("elitekv").fold_all(
+            model, compress.EliteSettings(r=r, d_ckv=latent), artifact
+        )
         for layer, weight in zip(model.layers, dense, strict=True):
             assert error(train.dense_attention(layer.attention).wqkv.weight, weight) < 1e-5
 
@@ -1278,7 +1441,10 @@ def test_training_refuses_torchrun(monkeypatch):
 def test_checkpoints_are_replaced_whole_or_not_at_all(folder, tmp_path):
     """A full disk, or Ctrl-C, leaves the old files."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    for mistake, says in ((OSError("No space left on device"), "No space left"), (KeyboardInterrupt(), "^$")):
+    for mistake, says in (
+        (OSError("No space left on device"), "No space left"),
+        (KeyboardInterrupt(), "^$"),
+    ):
         told = type(mistake)
 
         def half(path, data, mistake=mistake):
@@ -1296,10 +1462,15 @@ def test_checkpoints_are_replaced_whole_or_not_at_all(folder, tmp_path):
     assert (folder / test_all.WEIGHTS).read_bytes() != before[folder / test_all.WEIGHTS]
 
 
-# ------------------------------------------------------------------------------------- lm-evaluation-harness
+# ---------------------------------------------------------------------------- lm-evaluation-harness
 
 
-ROWS_ALONE = [("dense", {}), ("sals", test_all.CODES), ("lrqk", test_all.LRQK), ("shadowkv", SHADOW)]
+ROWS_ALONE = [
+    ("dense", {}),
+    ("sals", test_all.CODES),
+    ("lrqk", test_all.LRQK),
+    ("shadowkv", SHADOW),
+]
 
 
 @pytest.mark.parametrize("method, how", ROWS_ALONE)
@@ -1310,14 +1481,18 @@ def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
         alone = make_engine(copy.deepcopy(model), method, 1, 40, **how)
         log_p = logits_through(alone, [row[: -n - 1]], [row[-n - 1 : -1]])[1:, 0].log_softmax(-1)
         row[-1] = int(log_p[-1].argmax())
-        expected.append((log_p[range(n), row[-n:]].sum().item(), log_p.argmax(-1).tolist() == row[-n:]))
+        expected.append(
+            (log_p[range(n), row[-n:]].sum().item(), log_p.argmax(-1).tolist() == row[-n:])
+        )
     scores = harness.decode_scores(make_engine(model, method, 4, 40, **how), rows)
     assert scores[:3] == [(pytest.approx(score, abs=1e-3), right) for score, right in expected]
     assert scores[2][1] and not scores[1][1] and math.isfinite(scores[3][0])
 
 
 def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypatch):
-    tasks, huggingface = (pytest.importorskip(f"lm_eval.{name}") for name in ("tasks", "models.huggingface"))
+    tasks, huggingface = (
+        pytest.importorskip(f"lm_eval.{name}") for name in ("tasks", "models.huggingface")
+    )
     from lm_eval import api, simple_evaluate
 
     manager = functools.partial(tasks.TaskManager, include_defaults=False)  # which are thousands
@@ -1325,51 +1500,76 @@ def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypat
     assert "no such task; see" in cli.refusal("harness --tasks choose")
     with mock.patch.dict(sys.modules, {"lm_eval.api.model": None, "lm_eval": None}):
         assert 'pip install "lm-eval[hf,ruler]"' in cli.refusal("harness --tasks choose")
-    gone = {"task": "gone", "dataset_path": "json", "dataset_kwargs": {"data_files": f"{tmp_path}/gone"}}
+    gone = {
+        "task": "gone",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": f"{tmp_path}/gone"},
+    }
     (tmp_path / "gone.yaml").write_text(json.dumps(gone))
     line = f"harness --include_path {tmp_path} --tasks gone"
     assert "--tasks gone: the harness has no documents: Unable to find" in cli.refusal(line)
     path, rng = tiny_gguf(tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe"), random.Random(0)
     folder = convert(path, tmp_path / "m", "fp32")
     texts = ["".join(rng.choices("the 12.!\n\u4f60", k=k)) for k in (3, 50, 20, 90, 7)]
-    theirs = huggingface.HFLM(str(folder), device="cpu", dtype="float32", batch_size=2, max_length=48)
+    theirs = huggingface.HFLM(
+        str(folder), device="cpu", dtype="float32", batch_size=2, max_length=48
+    )
     instance = functools.partial(api.instance.Instance, doc={}, idx=0)
     ends = {"until": [], "max_gen_toks": 20}
     written = [instance("generate_until", arguments=(text, ends)) for text in texts]
     free = theirs.generate_until(written)
     ends["until"] = [free[0][5:7], free[1][1:3]]
-    docs = [{"text": text, "choices": [" the", " 12 1!", "s\nt"], "label": len(text) % 3} for text in texts]
+    docs = [
+        {"text": text, "choices": [" the", " 12 1!", "s\nt"], "label": len(text) % 3}
+        for text in texts
+    ]
     (tmp_path / "docs").write_text("\n".join(map(json.dumps, docs)))
     for more in (
         {"task": "choose", "doc_to_choice": "{{choices}}", "output_type": "multiple_choice"},
         {"task": "write", "output_type": "generate_until", "generation_kwargs": ends},
     ):
-        more |= {"dataset_kwargs": {"data_files": {"test": f"{tmp_path}/docs"}}, "dataset_path": "json"}
+        more |= {
+            "dataset_kwargs": {"data_files": {"test": f"{tmp_path}/docs"}},
+            "dataset_path": "json",
+        }
         more |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "label"}
         (tmp_path / f"{more['task']}.yaml").write_text(json.dumps(more))
     (tmp_path / "both.yaml").write_text('{"group": "both", "task": ["choose", "write"]}')
     line = f"harness --checkpoint {folder} --max_length 48 --rows 2 --method dense --tasks both"
     args = harness.parse_args(line.split()[1:])
     ours = harness.harness_model(evaluate.Candidate.parse("dense"), args)
-    asked = {"loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]] + [("", "the")]}
+    asked = {
+        "loglikelihood": [(d["text"], choice) for d in docs for choice in d["choices"]]
+        + [("", "the")]
+    }
     asked |= {"loglikelihood_rolling": [(text,) for text in texts]}
     for kind, arguments in asked.items():
         requests = [instance(kind, arguments=each) for each in arguments]
         got, expected = (np.array(getattr(lm, kind)(requests), float) for lm in (ours, theirs))
         assert np.abs(got - expected).max() < 1e-3
-    written[0].args[1].update(do_sample=False, temperature=0.5, num_beams=1)  # greedy, as all the others
+    # greedy, as all the others
+    written[0].args[1].update(do_sample=False, temperature=0.5, num_beams=1)
     assert ours.generate_until(written) == theirs.generate_until(written)
-    others = {"repetition_penalty": 1.2, "num_beams": 2, "no_repeat_ngram_size": 2, "min_new_tokens": 9}
-    for name, value in (others | {"do_sample": True, "temperature": 0.5, "max_gen_toks": 48}).items():
+    others = {
+        "repetition_penalty": 1.2,
+        "num_beams": 2,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 9,
+    }
+    for name, value in (
+        others | {"do_sample": True, "temperature": 0.5, "max_gen_toks": 48}
+    ).items():
         asked = instance("generate_until", arguments=("the", {"max_gen_toks": 9, name: value}))
-        with pytest.raises(UserError, match="is not supported; only greedy texts below 48 tokens are"):
+        with pytest.raises(
+            UserError, match="is not supported; only greedy texts below 48 tokens are"
+        ):
             ours.generate_until([asked])
     (row,) = cli.json(f"{line} --include_path {tmp_path}")["rows"]
     expected = simple_evaluate(theirs, tasks=["both"], task_manager=manager(include_path=tmp_path))
     assert expected["results"].items() <= row.items() and "choose" in row and row["bytes/token"] > 0
 
 
-# ------------------------------------------------------------------------------- generate() of transformers
+# ----------------------------------------------------------------------- generate() of transformers
 
 
 WITHIN = {  # as in CASES; folded weights, codes, host rows
@@ -1420,7 +1620,9 @@ def test_transformers_generates_what_the_engine_does(family, method, tmp_path):
         expected = generate.decode_rows(engine, 30, lambda _: False)
         made = theirs.generate(**padded(*prompts), max_new_tokens=30)
         assert made[:, lengths[0] :].tolist() == expected[: len(lengths)]
-        assert cache.lengths == [n + 29 for n in lengths] and cache.get_seq_length() == lengths[0] + 29
+        assert (
+            cache.lengths == [n + 29 for n in lengths] and cache.get_seq_length() == lengths[0] + 29
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of the argument's older name
@@ -1431,9 +1633,14 @@ def test_transformers_reads_in_chunks_without_large_masks_and_finds_the_cache():
     look = theirs.model.layers[0].register_forward_pre_hook
     look(lambda _, args, kwargs: masks.append(kwargs["attention_mask"].numel()), with_kwargs=True)
     expected = plain.generate(**batch, max_new_tokens=20)
-    for how in ({"prefill_chunk_size": 7}, {}, {"past_key_values": cache}):  # 9 of 40: chunks of padding
+    # 9 of 40: chunks of padding
+    for how in ({"prefill_chunk_size": 7}, {}, {"past_key_values": cache}):
         assert torch.equal(theirs.generate(**batch, max_new_tokens=20, **how), expected)
-    assert {*masks} == {1} and not any(p.requires_grad for p in theirs.parameters()) and not theirs.training
+    assert (
+        {*masks} == {1}
+        and not any(p.requires_grad for p in theirs.parameters())
+        and not theirs.training
+    )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -1442,7 +1649,10 @@ def test_transformers_logits_in_bf16():
     with torch.no_grad():
         expected = theirs(ids).logits
     cache = within(theirs, "dense", batch_size=2, max_seq_length=60)
-    parts = [theirs(part, past_key_values=cache).logits for part in (ids[:, :50], *ids[:, 50:].split(1, 1))]
+    parts = [
+        theirs(part, past_key_values=cache).logits
+        for part in (ids[:, :50], *ids[:, 50:].split(1, 1))
+    ]
     assert error(torch.cat(parts, 1), expected) < 0.03
     assert cache.layers[0].keys.vectors.dtype == torch.bfloat16
 
@@ -1502,12 +1712,13 @@ def test_models_of_transformers_that_cannot_be_compressed(tmp_path):
         within(gpt2, **how)
 
 
-# ------------------------------------------------------------------------------------ conversations (chat.py)
+# -------------------------------------------------------------------------- conversations (chat.py)
 
 CHATS = ["", "--chat"]
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 STRICT = """{%- for m in messages -%}
-{%- if (m.role == "user") != (loop.index0 % 2 == 0) -%}{{ raise_exception("roles do not alternate") }}
+{%- if (m.role == "user") != (loop.index0 % 2 == 0) -%}
+{{ raise_exception("roles do not alternate") }}
 {%- endif -%}
 [{{ m.content }}]{%- endfor -%}"""
 
@@ -1532,7 +1743,8 @@ def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli
     assert re.search(r"^\d+ tokens held in [\d.]+ KB, 100% of dense$", err, re.M)
     _, first, saved = cli(talk, stdin=f"hello\n/save {file}\n")
     _, second, loaded = cli(talk, stdin=f"/load {file}\nhow are you\n")
-    assert "error" not in saved + loaded and loaded.startswith(saved.splitlines()[-1])  # the dim line
+    # the dim line
+    assert "error" not in saved + loaded and loaded.startswith(saved.splitlines()[-1])
     assert first.endswith("\n> > \n") and second.startswith("> > ")
     first, second = first.removesuffix("> > \n"), second.removeprefix("> ")
     assert whole.replace("> > ", "> ") == first + second
@@ -1550,18 +1762,25 @@ def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli
 def test_a_full_chat_forgets_its_oldest_turns(as_chat, cli, folder, monkeypatch):
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
-    test_all.edit_json(folder / "config.json", model_type="mistral", sliding_window=100)  # context's default
+    # context's default
+    test_all.edit_json(folder / "config.json", model_type="mistral", sliding_window=100)
     prefill = mock.Mock(side_effect=generate.Engine.prefill, autospec=True)
-    monkeypatch.setattr(generate.Engine, "prefill", lambda engine, prompts: prefill(engine, prompts))
+    monkeypatch.setattr(
+        generate.Engine, "prefill", lambda engine, prompts: prefill(engine, prompts)
+    )
     turns = [f"turn {i} of the chat" for i in range(6)]
     line = f"chat {as_chat} --max_new_tokens 12"
     code, out, err = cli(line, stdin="\n".join(turns))
     assert code == 0 and out.count("> ") == 7
-    assert "note: the cache is full; the oldest turns are forgotten" in err and prefill.call_count > 1
+    assert (
+        "note: the cache is full; the oldest turns are forgotten" in err and prefill.call_count > 1
+    )
     tokenizer = load_tokenizer(folder)
     ((last,),) = prefill.call_args.args[1:]
     text = tokenizer.decode(last)
-    assert last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(as_chat)
+    assert (
+        last[0] == tokenizer.bos_id and turns[0] not in text and ("brief" in text) == bool(as_chat)
+    )
     assert len(last) + 12 <= 100
     told = cli.refusal("chat --max_seq_length 101")
     assert "100 (its sliding window); shorten --max_seq_length" in told
@@ -1586,15 +1805,24 @@ def test_a_turn_that_fails_changes_nothing(template, cli, folder, monkeypatch, c
     assert capsys.readouterr().err == ""  # nothing is said to be forgotten
     assert "".join(talk.say("how are you")) == "".join(other.say("how are you"))
     assert talk.history == other.history and talk.llm.token_ids == other.llm.token_ids
-    code, out, err = cli("chat --max_seq_length 80 --max_new_tokens 12", stdin="long " * 100 + "\nhello\n")
-    assert code == 0 and err.startswith("error: ") and "tokens held" in err and out.count("\n") == 3 - 1
+    code, out, err = cli(
+        "chat --max_seq_length 80 --max_new_tokens 12", stdin="long " * 100 + "\nhello\n"
+    )
+    assert (
+        code == 0
+        and err.startswith("error: ")
+        and "tokens held" in err
+        and out.count("\n") == 3 - 1
+    )
 
 
 @pytest.mark.parametrize("template", ["", STRICT])
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_was_shown(template, folder, monkeypatch):
     """And the next turn goes on from there, in a text without reading again."""
     prefill, prompts = generate.Engine.prefill, []
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args))
+    monkeypatch.setattr(
+        generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args)
+    )
     talk = started_chat(folder, template)
     pieces = talk.say("hello")
     shown = next(pieces) + next(pieces) + next(pieces)
@@ -1621,14 +1849,24 @@ def test_a_second_answer_ends_one_that_is_open(folder, tmp_path):
     shown = next(first) + next(first)
     second = "".join(talk.say("who"))
     assert list(first) == [] and talk.history == messages_of("hello", shown, "who", second)
-    for use in (lambda: talk.save(tmp_path / "cache"), lambda: talk.load(tmp_path / "cache"), talk.reset):
+    for use in (
+        lambda: talk.save(tmp_path / "cache"),
+        lambda: talk.load(tmp_path / "cache"),
+        talk.reset,
+    ):
         pieces = talk.say("where")
         next(pieces)
         use()
         assert list(pieces) == []
     assert talk.history == talk.llm.token_ids[0] == [] and not talk.llm.engine.pos.any()
     talk.load(tmp_path / "cache")
-    assert [message["content"] for message in talk.history][:5] == ["hello", shown, "who", second, "where"]
+    assert [message["content"] for message in talk.history][:5] == [
+        "hello",
+        shown,
+        "who",
+        second,
+        "where",
+    ]
     assert int(talk.llm.engine.pos[0]) == len(talk.llm.token_ids[0])
 
 
@@ -1654,7 +1892,9 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(cli, monkeypatch):
     lines = mock.Mock(side_effect=[KeyboardInterrupt, "/help\n", ""])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(readline=lines))
     code, out, err = cli(line)
-    assert (code, out) == (0, "> > > \n") and "(Ctrl-D ends the chat)" in err and "/load FILE" in err
+    assert (
+        (code, out) == (0, "> > > \n") and "(Ctrl-D ends the chat)" in err and "/load FILE" in err
+    )
 
 
 def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_path):
@@ -1663,7 +1903,11 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
 
     def errors(stdin: str, more: str = "") -> list[str]:
         assert cli(f"{talk} {more}", stdin=stdin)[0] == 0
-        return [line.removeprefix("error: ") for line in cli.err.splitlines() if line.startswith("error: ")]
+        return [
+            line.removeprefix("error: ")
+            for line in cli.err.splitlines()
+            if line.startswith("error: ")
+        ]
 
     _, once, _ = cli(talk, stdin="hello\n")
     _, again, err = cli(talk, stdin="who is it\n/reset\nhello\n")
@@ -1673,7 +1917,9 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
         "write /save FILE",
         "there is no command /fly; /help lists them",
     ]
-    taken, missing, damaged = errors(f"hello\n/save {folder}\n/load {file}\n/load {folder}/config.json\n")
+    taken, missing, damaged = errors(
+        f"hello\n/save {folder}\n/load {file}\n/load {folder}/config.json\n"
+    )
     assert taken == f"{folder}: Is a directory" and missing == f"No such file or directory: {file}"
     assert damaged.startswith(f"{folder}/config.json: truncated or damaged (")
     # What one row of generate.py holds can be gone on with, but not as a chat, and not two.
@@ -1695,27 +1941,43 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
 
 
 def test_the_chat_runs_from_a_shell(tmp_path):
-    """With its lines from a pipe; the model finds in a saved conversation what it was told there."""
+    """With its lines from a pipe; the model finds in a saved conversation what it was told
+    there."""
     fact = "The magic number for green river is 48213. The magic number for red hill is 90417."
     ask = "Question: What is the magic number for green river?"
-    options = ["-m", "extras.chat", "--method", "sals", "--max_new_tokens", "24", "--max_seq_length", "512"]
+    options = [
+        "-m",
+        "extras.chat",
+        "--method",
+        "sals",
+        "--max_new_tokens",
+        "24",
+        "--max_seq_length",
+        "512",
+    ]
     lines = f"{fact}\n/save {tmp_path}/talk\n/reset\nhello\n/load {tmp_path}/talk\n{ask}\n"
-    how = {"cwd": test_all.ROOT, "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True}
-    run = subprocess.run([sys.executable, *options], input=lines, text=True, timeout=600, check=False, **how)
+    how = {
+        "cwd": test_all.ROOT,
+        "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        "capture_output": True,
+    }
+    run = subprocess.run(
+        [sys.executable, *options], input=lines, text=True, timeout=600, check=False, **how
+    )
     assert run.returncode == 0 and "error" not in run.stderr, run.stderr
     assert "green river is 48213" in run.stdout and run.stdout.endswith("\n> \n")
     assert run.stderr.count("tokens held in") == 6
 
 
-# ------------------------------------------------------------------------------- speed, pictures (bench.py)
+# ----------------------------------------------------------------------- speed, pictures (bench.py)
 
 
 TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
 
 
 def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
-    """Over caches that are filled without a prompt: each byte and number of a dense one is random. A row that
-    cannot run is named, and the others go on."""
+    """Over caches that are filled without a prompt: each byte and number of a dense one is random.
+    A row that cannot run is named, and the others go on."""
     monkeypatch.setattr(bench, "measure_bandwidth", lambda device: 1e10)  # of a third of a second
     monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
     monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("a prompt was read"))
@@ -1729,11 +1991,15 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
         assert "odd: no figures: unknown method 'magic'" in cli.err
         tables[command] = rows = list(csv.DictReader((tmp_path / "t.csv").open()))
         assert [row["method"] for row in rows] == ["dense", "4 bits", "fdc"]
-        assert {(row["model"], row["batch"], row["length"]) for row in rows} == {("tiny", "2", "40")}
+        assert {(row["model"], row["batch"], row["length"]) for row in rows} == {
+            ("tiny", "2", "40")
+        }
     assert "write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS" in cli.refusal("bench step --row tiny")
     dense, kivi, _ = tables["step"]
     assert int(dense["bytes"]) == 2 * (40 + bench.ROOM) * 2 * 2 * 64 * 4 > int(kivi["bytes"])
-    assert int(dense["bytes_read"]) == 2 * 40 * 2 * 2 * 64 * 4 == 2 * int(tables["speed"][0]["bytes"])
+    assert (
+        int(dense["bytes_read"]) == 2 * 40 * 2 * 2 * 64 * 4 == 2 * int(tables["speed"][0]["bytes"])
+    )
     assert float(dense["least"]) <= float(dense["ms"]) <= float(dense["most"])
     for row in tables["speed"]:  # on a CPU without kernels, which are no operators
         us, limit, share, _ = (float(row[key]) for key in ("us", "limit_us", "share", "dense_us"))
@@ -1801,23 +2067,32 @@ def test_tables_become_lines_of_points():
     quality = lines(f"{EVAL_HEAD}\ndense,8,9,0,80\nloki k 1/4,6,7,1,20\nloki k 1/8,3,4,2,60")
     assert quality["", "bytes/token", "retrieval, % of dense", "loki"] == [(6, 25), (3, 75)]
     assert quality["", "read/step", "KL to dense, nats", "loki"] == [(7, 1), (4, 2)]
-    assert ("", "read/step", "KL to dense, nats", "dense") not in quality  # whose 0 has no logarithm
+    # whose 0 has no logarithm
+    assert ("", "read/step", "KL to dense, nats", "dense") not in quality
     times = "model,batch,length,method,us,dense_us,operation\n7b,1,64,sals,16,4,attention"
     times = lines(f"{times}\n7b,1,64,sals,1,4,select")
     axes = "sals", "tokens a row", "us a layer"
-    assert times == {(*axes, "7b, batch 1"): [(64, 16)], (*axes, "7b, batch 1, PyTorch's dense"): [(64, 4)]}
+    assert times == {
+        (*axes, "7b, batch 1"): [(64, 16)],
+        (*axes, "7b, batch 1, PyTorch's dense"): [(64, 4)],
+    }
     losses = lines("run,tokens,loss\na,64,4\nb,64,3\na,128,2")
     assert losses["", "tokens", "training loss", "a"] == [(64, 4), (128, 2)] and len(losses) == 2
     assert len(lines("layer,pre,post\n0,1,2\n1,2,4")) == 2
-    drift = lines("method,kl written,kl@8,kl@16,argmax@8,argmax@16\ndense,0,0,0,1,1\nh2o,2,1,3,.9,.7")
-    assert [*drift.values()] == [[(8, 1), (16, 3)], [(8, 0.9), (16, 0.7)]]  # not dense's, which are constant
+    drift = lines(
+        "method,kl written,kl@8,kl@16,argmax@8,argmax@16\ndense,0,0,0,1,1\nh2o,2,1,3,.9,.7"
+    )
+    # not dense's, which are constant
+    assert [*drift.values()] == [[(8, 1), (16, 3)], [(8, 0.9), (16, 0.7)]]
 
 
 @pytest.mark.parametrize(
     "text, fault",
     [
-        (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),  # no KL to draw, and cells that are missing
-        (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),  # a byte-order mark, and what TeX refuses
+        # no KL to draw, and cells that are missing
+        (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),
+        # a byte-order mark, and what TeX refuses
+        (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),
         ("tokens,loss\n64,2\n128,1", None),
         ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3\nb,64,75,4", None),
         ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3", "train --log (ValueError"),
@@ -1845,12 +2120,19 @@ def test_the_overview_names_methods_beside_dense(cli, tmp_path):
     (tmp_path / "eval.csv").write_text(
         f"{head}\nm,dense,8,0\nm,LRQK r 32,4,.02\nm,LRQK r 16,2,.1\nm,FDC,7,6\nm,Quest,9,.1\n"
     )
-    (tmp_path / "speed.csv").write_text("length,batch,method,tokens_per_s\n64,2,dense,10\n64,9,sals,35\n")
-    speeds, table = (list(csv.DictReader((tmp_path / f"{name}.csv").open())) for name in ("speed", "eval"))
+    (tmp_path / "speed.csv").write_text(
+        "length,batch,method,tokens_per_s\n64,2,dense,10\n64,9,sals,35\n"
+    )
+    speeds, table = (
+        list(csv.DictReader((tmp_path / f"{name}.csv").open())) for name in ("speed", "eval")
+    )
     bench.draw_overview(figure, speeds, [table])
     left, right = figure.axes
     assert [text.get_text().strip() for text in left.texts[1:]] == ["10 (1 x)", "35 (3.5 x)"]
-    assert {text.get_text().strip() for text in right.texts} == {"LRQK + host memory", "dense: KL 0"}
+    assert {text.get_text().strip() for text in right.texts} == {
+        "LRQK + host memory",
+        "dense: KL 0",
+    }
     assert [*right.texts[0].get_position()] == [50, 0.02]
     line = f"bench plot --overview {tmp_path}/speed.csv {tmp_path}/eval.csv --out {tmp_path}"
     assert cli(line)[0] == 0 and (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
@@ -1858,12 +2140,14 @@ def test_the_overview_names_methods_beside_dense(cli, tmp_path):
     assert "give at least two tables" in cli.refusal(line.replace(f"{tmp_path}/eval.csv", ""))
     for name in ("speed", "eval"):
         (tmp_path / "none.csv").write_text((tmp_path / f"{name}.csv").read_text().split("\n")[0])
-        assert "overview: a table has no rows" in cli.refusal(line.replace(f"{name}.csv", "none.csv"))
+        assert "overview: a table has no rows" in cli.refusal(
+            line.replace(f"{name}.csv", "none.csv")
+        )
 
 
-# ------------------------------------------------------------------------------------------------- hopper.py
-# Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on Hopper GPUs
-# only, and elsewhere are compiled.
+# ---------------------------------------------------------------------------------------- hopper.py
+# Skipped where there is no such file, or no Gluon. No interpreter runs Gluon: its kernels run on
+# Hopper GPUs only, and elsewhere are compiled.
 
 
 ON_HOPPER = kernels.nvidia_generation(torch.device(DEVICE)) == 9
@@ -1881,7 +2165,8 @@ def hopper(monkeypatch):
 
 
 def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
-    """Once it is imported, kernels.py asks it first. One that is there and broken says what it lacks."""
+    """Once it is imported, kernels.py asks it first. One that is there and broken says what it
+    lacks."""
 
     def found(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
@@ -1925,7 +2210,9 @@ def test_attention_takes_the_faster_function_where_it_returns_something(monkeypa
 
 @needs_hopper
 def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    given, _ = attend_case(torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100))
+    given, _ = attend_case(
+        torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100)
+    )
     torch.library.opcheck(kernels.launch_attend, given)
     torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
@@ -1941,14 +2228,16 @@ def streamed(hopper, monkeypatch):
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 def test_kernel_hopper_plans_count_numbers_of_fp32_where_the_model_is(hopper, monkeypatch, form):
     seen, streams = [], hopper.streams_basis
-    monkeypatch.setattr(hopper, "streams_basis", lambda *given: seen.append(given[-1]) or streams(*given))
+    monkeypatch.setattr(
+        hopper, "streams_basis", lambda *given: seen.append(given[-1]) or streams(*given)
+    )
     test_all.check_attend(torch.float32, form, "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
     assert seen == [4]
 
 
-# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more chunks than
-# the ring has slots, programs of one head, of part of a tile and of several, windows of several tiles and
-# hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
+# Tiles that span rows, that end before their second half or in it, ranks of one chunk and of more
+# chunks than the ring has slots, programs of one head, of part of a tile and of several, windows of
+# several tiles and hardly begun: B, Hkv, G, D, chunks, n, bits, z, programs.
 LATENT_SIZES = [
     (1, 2, 1, 128, 1, 64, 2, 24, 2),
     (3, 4, 1, 128, 2, 128, 4, 64, 1),
@@ -1973,7 +2262,10 @@ def test_kernel_hopper_attend_latents(streamed, monkeypatch, form, dtype, sizes)
     B, Hkv, G, D, chunks, n, bits, z, programs = sizes
     if programs:
         monkeypatch.setattr(streamed, "SMS", programs)
-    pos, r = [max(3, 599 - 150 * b) for b in range(B)], chunks * (64 if form == JOINT_LATENTS[0] else 128)
+    pos, r = (
+        [max(3, 599 - 150 * b) for b in range(B)],
+        chunks * (64 if form == JOINT_LATENTS[0] else 128),
+    )
     case = (dtype, form, "row", B, 600, Hkv, G, D, D, bits, z, pos)
     if "mixed" not in form or chunks > 2:
         test_all.check_attend(*case, n=n, r=r, written=True)
@@ -1993,8 +2285,11 @@ WINDOWED = [(HALF, 2, 16, 33), (WHOLE, 4, 130, 90), (WHOLE, 2, 5, 84), (HALF, 4,
 
 @pytest.mark.parametrize("dtype, bits, z, n", WINDOWED)
 @poisoned
-def test_kernel_hopper_attends_by_logits_beside_an_exact_window(streamed, monkeypatch, dtype, bits, z, n):
-    """As _streamed_logits makes them, for which no interpreter is; where there is no token anything."""
+def test_kernel_hopper_attends_by_logits_beside_an_exact_window(
+    streamed, monkeypatch, dtype, bits, z, n
+):
+    """As _streamed_logits makes them, for which no interpreter is; where there is no token
+    anything."""
     S = z + 84
     case = (dtype, "joint latents", "row", 4, S, 2, 1, 32, 32, bits, z, (S - 1, 0, 70, 7))
     (q, kind, keys, *rest), truth = attend_case(*case, n=n, written=True)
@@ -2016,10 +2311,13 @@ def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     fits = [16, 448, 32, 32, 128, 512, 0, 2]  # B, n, Hq, Hkv, D, r, width, itemsize
     assert takes(cuda, *fits) and not takes(CPU, *fits) and takes(cuda, *fits[:5], 1024, 0, 1)
     assert takes(cuda, *fits[:5], 256, 384, 1) and not takes(cuda, *fits[:5], 256, 96, 1)
-    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(cuda, 8, 60, 32, 8, 128, 128, 192, 1)
+    assert takes(cuda, 8, 444, 32, 8, 128, 128, 192, 1) and not takes(
+        cuda, 8, 60, 32, 8, 128, 128, 192, 1
+    )
     assert not takes(cuda, *fits[:5], 500, 0, 2)  # no whole chunks
     assert not takes(cuda, *fits[:5], 256, 0, 4)  # fp32
-    for i, changed in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):  # each too few or too many
+    # each too few or too many
+    for i, changed in ((0, 1), (1, 7), (2, 320), (3, 2), (4, 256), (5, 1024)):
         assert not takes(cuda, *fits[:i], changed, *fits[i + 1 :])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not takes(cuda, *fits)
@@ -2033,16 +2331,25 @@ SHARED = (2, 4)  # bits of keys and of values
 @pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
 @poisoned
 def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
-    """One program a head, which writes the result itself, several, and more than short rows have tiles."""
+    """One program a head, which writes the result itself, several, and more than short rows have
+    tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
     monkeypatch.setattr(kernels, "_attend_kernel", None)
-    sizes = (4, 1001, 3, 96, (1000, 0, 511, 32)), (2, 7, 1, 32, (6, 2)), (3, 96, 2, 32, (95, 64, 63))
+    sizes = (
+        (4, 1001, 3, 96, (1000, 0, 511, 32)),
+        (2, 7, 1, 32, (6, 2)),
+        (3, 96, 2, 32, (95, 64, 63)),
+    )
     for B, S, Hkv, z, pos in sizes:
-        test_all.check_attend(torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos)
+        test_all.check_attend(
+            torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos
+        )
 
 
 @pytest.mark.parametrize("joint", [True, False])
-def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch, joint):
+def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
+    hopper, monkeypatch, joint
+):
     asked = []
     for plan in ("streams_basis", "shares_keys"):
         monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
@@ -2055,15 +2362,17 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(ho
     shift = 4 // first.element_size()  # a whole word, which codes are read by
     context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
     shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
-    test_all.close(kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
+    test_all.close(
+        kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16
+    )
     assert asked
 
 
 @needs_hopper
 @pytest.mark.parametrize("form", JOINT_LATENTS)
 def test_kernel_hopper_attends_latents_with_the_same_bits_again(streamed, form):
-    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call before
-    would show."""
+    """Over many launches, in a graph with other inputs and another grid in turn: a part of the call
+    before would show."""
     cases = []
     for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
         case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
@@ -2088,8 +2397,11 @@ OVERLAPPING += [("streamed", 32, 32, bits, PLAIN) for bits in (2, 4)]
 @needs_hopper
 @pytest.mark.parametrize("rule", ["each", "softmax"])
 @pytest.mark.parametrize("fixture, Hq, Hkv, bits, form", OVERLAPPING)
-def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture, Hq, Hkv, bits, form):
-    """Layers in which every kernel reads what the one before wrote, in one graph, again and again."""
+def test_kernel_launches_that_overlap_agree(
+    request, monkeypatch, rule, fixture, Hq, Hkv, bits, form
+):
+    """Layers in which every kernel reads what the one before wrote, in one graph, again and
+    again."""
     B, S, D, r, x, y, z, ffn = 4, 6000, 128, 128, 4, 300, 16, 1024
     hopper = request.getfixturevalue(fixture)
     widths, scale = [Hq * D, r, 32 * (1 if rule == "each" else Hq)], D**-0.5
@@ -2104,14 +2416,15 @@ def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture,
         for _, kind, keys, values, _, _, _, window, _ in layers * 3:
             x_, new = hopper.linear_chain(attended, x_, *linears)
             q, latent, queries = new.split(widths, 1)
-            keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)  # of codes the leading ones
+            # of codes the leading ones
+            keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)
             q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, 32))
             joint = [t if t is None else t[:, :1] for t in keys[:2]]
             scores = kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0]
             index = kernels.launch_select(scores, pos, x, y, z)
-            attended = kernels.launch_attend(q, kind, keys, values, bits, pos, index, window, scale).flatten(
-                1
-            )
+            attended = kernels.launch_attend(
+                q, kind, keys, values, bits, pos, index, window, scale
+            ).flatten(1)
             seen += [x_, index, attended]
         return seen
 
@@ -2142,10 +2455,17 @@ def test_kernel_launches_that_overlap_agree(request, monkeypatch, rule, fixture,
 def chain_inputs(rows, heads_dim, dim, ffn, N, biased=False, size=1):
     """Arguments of hopper.linear_chain."""
     shapes, dtype = [(dim, heads_dim), (2 * ffn, dim), (dim, ffn), (N, dim)], torch.bfloat16
-    weights = [randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)]
-    biases = [randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)]
+    weights = [
+        randn(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes)
+    ]
+    biases = [
+        randn(len(w), seed=4 + i, dtype=dtype) if biased else None for i, w in enumerate(weights)
+    ]
     norms = [(1 + randn(dim, seed=i) / 4).to(dtype) for i in range(2)]
-    attended, x = randn(rows, heads_dim, dtype=dtype) * size, randn(rows, dim, seed=1, dtype=dtype) * size
+    attended, x = (
+        randn(rows, heads_dim, dtype=dtype) * size,
+        randn(rows, dim, seed=1, dtype=dtype) * size,
+    )
     return attended, x, weights, biases, norms, [0.1, 1e-5]
 
 
@@ -2169,7 +2489,9 @@ def share_of_chain(given, rank, n):
     def part(t, dim):
         return t if t is None else t.chunk(n, dim)[rank].contiguous()
 
-    w13, b13 = (t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13))
+    w13, b13 = (
+        t if t is None else torch.cat([part(half, 0) for half in t.chunk(2)]) for t in (w13, b13)
+    )
     b, b2 = (t if t is None or rank == 0 else torch.zeros_like(t) for t in (b, b2))
     return part(attended, 1), x, [part(wo, 1), w13, part(w2, 1), w], [b, b13, b2, last], *others
 
@@ -2181,8 +2503,8 @@ def check_chain(given, outs):
         assert wrong.max() < 3e-3 * size.mean()
 
 
-# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer than a
-# layer; 1 to 16 rows.
+# Shares of several tiles and of none, that end in mid-tile and in mid-eight, rings that are longer
+# than a layer; 1 to 16 rows.
 CHAINS = [(256, 256, 768, 512), (64, 72, 96, 200), (512, 320, 1000, 1111), (128, 4096, 8888, 999)]
 REAL_CHAINS = [(4096, 4096, 11008, 12288), (4096, 4096, 14336, 6144), (4096, 4096, 14336, 128256)]
 
@@ -2211,7 +2533,8 @@ def test_kernel_hopper_linear_chain(hopper, monkeypatch, rows, sizes, programs, 
 @needs_hopper
 @pytest.mark.parametrize("rows, sizes", [(3, (96, 72, 288, 200)), (16, (768, 4096, 2664, 999))])
 def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
-    """One rank of three at a time. The others' parts lie in its memory already, so that it waits for none."""
+    """One rank of three at a time. The others' parts lie in its memory already, so that it waits
+    for none."""
     given, dim, MP = chain_inputs(rows, *sizes, biased=True), sizes[1], 8 if rows <= 8 else 16
     shares, x = [share_of_chain(given, rank, 3) for rank in range(3)], given[1].float()
     w, b = zip(*[[[t.float() for t in ts] for ts in share[2:4]] for share in shares], strict=True)
@@ -2239,11 +2562,17 @@ def test_kernel_hopper_linear_chain_sums_over_ranks(hopper, rows, sizes):
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows, sizes, size", test_all.pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300]))
+@pytest.mark.parametrize(
+    "rows, sizes, size", test_all.pairwise([1, 4, 8, 16], REAL_CHAINS, [1e-3, 1, 300])
+)
 def test_kernel_hopper_linear_chain_real_sizes(hopper, rows, sizes, size):
-    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet the norms'
-    epsilons."""
-    chains, outs, graphs = [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)], [], []
+    """In CUDA graphs, many chains in a row, in turn with another's of other sizes; small rows meet
+    the norms' epsilons."""
+    chains, outs, graphs = (
+        [chain_inputs(rows, *sizes, size=size), chain_inputs(2, 64, 512, 96, 200)],
+        [],
+        [],
+    )
     for given in chains:
         outs.append([hopper.linear_chain(*given)])
         check_chain(given, outs[-1][0])
@@ -2285,7 +2614,9 @@ def test_kernel_hopper_linear_chain_refuses(hopper):
 
     def refused(message, **changes):
         with pytest.raises(ValueError, match=message):
-            hopper.linear_chain(**given | {name: change(given[name]) for name, change in changes.items()})
+            hopper.linear_chain(
+                **given | {name: change(given[name]) for name, change in changes.items()}
+            )
 
     for place, name in enumerate(("wo", "w13", "w2", "w")):
         for what in ("weights", "biases"):
@@ -2319,9 +2650,12 @@ def test_kernel_hopper_linear_chain_refuses(hopper):
     ],
 )
 def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes, monkeypatch):
-    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the logits."""
+    """Over prompts and new tokens, and that there is a chain for each layer, the last one with the
+    logits."""
     calls, logits = [], []
-    monkeypatch.setattr(hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6]))
+    monkeypatch.setattr(
+        hopper, "linear_chain", lambda *given: calls.append(given) or chain_truth(*given[:6])
+    )
     monkeypatch.setattr(hopper, "shared_memory", lambda *_: (None, "addresses", 3))
     for chained in (False, True):
         monkeypatch.setattr(hopper, "chains_linears", lambda *_, chained=chained: chained)
@@ -2332,7 +2666,9 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
         engine = make_engine(model, method, 2, 40, kernel=True, **options)
         decode = getattr(engine.decode, "func", engine.decode)
         assert decode is (hopper.decode_in_chains if chained else Llama.decode)
-        logits.append(logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2))
+        logits.append(
+            logits_through(engine, [random_ids(n, n) for n in (5, 21)], [random_ids(2)] * 2)
+        )
         assert len(calls) == 2 * len(model.layers) * chained
     assert error(logits[1], logits[0]) < 1e-5
     assert all(given[0].is_contiguous() and given[6:] == ("addresses", 3) for given in calls)
@@ -2340,14 +2676,17 @@ def test_decode_layers_in_chains_equal_those_in_products(hopper, method, changes
 
 @pytest.mark.parametrize("chained", [False, True])
 def test_layers_of_a_kind_share_their_compiled_code(chained, hopper, monkeypatch):
-    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of greedy."""
+    """Whatever follows them: a graph for each of two kinds, and those of a step's ends and of
+    greedy."""
     monkeypatch.setattr(hopper, "linear_chain", lambda *given: chain_truth(*given))
     monkeypatch.setattr(hopper, "chains_linears", lambda *_: chained)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     model = tiny_model(dim=64, ffn_dim=192, n_layers=5).to(DEVICE)
-    make_engine(model, "sals", 2, 40, kernel=True, compiled=True, **test_all.SPARSE | {"skip": "0,1,-1"})
+    make_engine(
+        model, "sals", 2, 40, kernel=True, compiled=True, **test_all.SPARSE | {"skip": "0,1,-1"}
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
@@ -2355,7 +2694,9 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
     def served(rows, *inputs, generation=9, device="cuda", dtype=torch.bfloat16):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
         with torch._subclasses.FakeTensorMode():  # no GPU need be there
-            return hopper.chains_linears(torch.empty(rows, 128, dtype=dtype, device=device), *inputs)
+            return hopper.chains_linears(
+                torch.empty(rows, 128, dtype=dtype, device=device), *inputs
+            )
 
     assert served(16, 128, 200)
     assert not served(16, 128, 100) and not served(17, 128, 200)
@@ -2370,16 +2711,28 @@ def test_which_rows_chains_serve(hopper, monkeypatch):
 
 # No interpreter runs Gluon: this much of it is tested on the CPU, for the triton that is installed.
 # Of attend: form, Hkv, G, D, bits, z, r.
-LATENTS = [("joint latents", 32, 1, 128, 4, 64, 512), ("joint mixed latents", 32, 1, 128, 2, 64, 1024)]
+LATENTS = [
+    ("joint latents", 32, 1, 128, 4, 64, 512),
+    ("joint mixed latents", 32, 1, 128, 2, 64, 1024),
+]
 LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
-COMPILED = [  # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
+# a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
+COMPILED = [
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    ("_shared_keys_kernel", "mma.sync", 0, [("channels", 8, 4, 128, bits, 64, 0) for bits in SHARED]),
-    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),  # the consumer, and who loads its inputs
+    (
+        "_shared_keys_kernel",
+        "mma.sync",
+        0,
+        [("channels", 8, 4, 128, bits, 64, 0) for bits in SHARED],
+    ),
+    # the consumer, and who loads its inputs
+    ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),
 ]
 
 
-@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"])
+@pytest.mark.parametrize(
+    "kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"]
+)
 def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
@@ -2400,14 +2753,16 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
         kernels._attend_kernel = Compile("_attend_kernel")
         kernels.merge_splits = lambda out, *_: out
         hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
-        hopper.SMS, operation = 1, hopper.linear_chain if "chain" in "{kernel}" else kernels.launch_attend
+        hopper.SMS = 1
+        operation = hopper.linear_chain if "chain" in "{kernel}" else kernels.launch_attend
         for given in torch.load("{tmp_path}/calls", map_location="cpu"):
             operation(*given)
         made = [kernel for name, kernel in compiled if name == "{kernel}"]
         assert len(made) == {len(cases)}
         for kernel in made:
             ptx = kernel.asm["ptx"]
-            assert kernel.metadata.shared <= 227 * 1024 and kernel.metadata.launch_pdl == ({waits} > 0)
+            assert kernel.metadata.shared <= 227 * 1024
+            assert kernel.metadata.launch_pdl == ({waits} > 0)
             assert "{multiply}" in ptx and "cp.async.bulk" in ptx
             assert ptx.count("griddepcontrol.wait") == {waits}
             if operation is hopper.linear_chain:  # no GPU need show that one of these is missing
@@ -2421,7 +2776,7 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
     test_all.run_for_hopper(program)
 
 
-# ---------------------------------------------------------------------------------------------------- int8.py
+# ------------------------------------------------------------------------------------------ int8.py
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])  # which read codes as they are, and which do not
@@ -2431,10 +2786,19 @@ def test_an_int8_linear_has_the_nearest_codes_and_reads_nothing_beyond_its_input
         linear.weight[7] = 0
         before = linear.weight.clone()
         linear = int8.Int8Linear(linear)
-        after, scale = linear.weight * linear.scale.float()[:, None], (before.abs().amax(1) / 127).bfloat16()
+        after, scale = (
+            linear.weight * linear.scale.float()[:, None],
+            (before.abs().amax(1) / 127).bfloat16(),
+        )
         assert linear.weight.dtype == torch.int8 and torch.equal(linear.scale, scale)
-        assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()  # of the rounded scale
-        x = torch.full((rows * width + 64,), torch.nan).bfloat16()[: rows * width].view(rows, width).normal_()
+        # of the rounded scale
+        assert ((after - before).abs() <= scale.float()[:, None] * 0.501).all()
+        x = (
+            torch.full((rows * width + 64,), torch.nan)
+            .bfloat16()[: rows * width]
+            .view(rows, width)
+            .normal_()
+        )
         truth = F.linear(x.float(), after, linear.bias)
         assert max(error(linear(each).float(), truth) for each in (x, x.float())) < 4e-3
     with mock.patch.object(int8, "launch_linear", wraps=int8.launch_linear) as launch:
@@ -2466,8 +2830,8 @@ def test_the_int8_product_refuses_what_it_would_get_wrong_and_does_what_torch_co
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_the_int8_product_compiles_for_every_gpu(capability):
-    """Where launches overlap, its kernel waits for the one before it touches memory; the other one overlaps
-    with none."""
+    """Where launches overlap, its kernel waits for the one before it touches memory; the other one
+    overlaps with none."""
     program = f"""
         import extras.int8 as int8
         int8._linear_kernel = Compile("_linear_kernel", int8)
@@ -2489,7 +2853,8 @@ def test_the_int8_product_compiles_for_every_gpu(capability):
 
 @pytest.mark.parametrize("method", [*compress.METHODS, *METHODS])
 def test_int8_weights_are_those_that_the_method_has_folded(method, every_folder):
-    """A layer is folded and quantised before the next one takes memory. Every method decodes over them."""
+    """A layer is folded and quantised before the next one takes memory. Every method decodes over
+    them."""
     made, fold_all = [], compress.Method.fold_all
 
     def folded(row, model, settings, artifact, layers):
@@ -2510,7 +2875,10 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, every_folder)
         int8.quantize_layer(layer)
     for a, b in zip(model.layers.parameters(), coded.layers.parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
-    assert coded.output.weight.dtype == torch.int8 and coded.tok_embeddings.weight.dtype == torch.bfloat16
+    assert (
+        coded.output.weight.dtype == torch.int8
+        and coded.tok_embeddings.weight.dtype == torch.bfloat16
+    )
 
 
 def test_int8_weights_take_their_bytes_and_are_of_another_cache(cli, every_folder, tmp_path):
@@ -2521,7 +2889,9 @@ def test_int8_weights_take_their_bytes_and_are_of_another_cache(cli, every_folde
     codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
     floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)
     assert sum(p.nbytes for p in model.parameters()) == codes + floats
-    refusal = cli.refusal(line.replace("--prompt 30", f"--load_cache {tmp_path}/c") + " --weights int8")
+    refusal = cli.refusal(
+        line.replace("--prompt 30", f"--load_cache {tmp_path}/c") + " --weights int8"
+    )
     assert "of another weights (None, here int8); load it with the options that" in refusal
 
 
@@ -2538,9 +2908,9 @@ def test_int8_weights_that_do_not_fit_are_refused_before_they_are_allocated(monk
                 model_file.random_model(test_all.tiny_config(), CPU, torch.float32, build=build)
 
 
-# ------------------------------------------------------------------------------------------------ parallel.py
-# torchrun runs this file as a script: `ranked` goes through all cases in every process. Then the last rank
-# fails on purpose. Tests of one process play the ranks one after another.
+# -------------------------------------------------------------------------------------- parallel.py
+# torchrun runs this file as a script: `ranked` goes through all cases in every process. Then the
+# last rank fails on purpose. Tests of one process play the ranks one after another.
 
 # A rank's latent is of its own heads: at full rank it loses nothing, whatever the ranks.
 TOP_JOINT = [
@@ -2566,8 +2936,8 @@ def every_folder(tmp_path_factory):
 
 
 def ranked(folder: Path, n: int) -> dict[str, tuple]:
-    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of weights.
-    The rows for comparison are run by two ranks."""
+    """Of each case the logits of two ragged rows, greedy tokens, the cache's bytes, the number of
+    weights. The rows for comparison are run by two ranks."""
     cases = [("four", *case) for case in TOP_RANKED + TOP_JOINT]
     if n < 4:
         cases += [("four", *case) for case in RANKED + JOINT]
@@ -2599,7 +2969,11 @@ def ranked_main() -> None:
     # Rank 0 reads stdin and draws for all.
     text = "Twelve" if rank == 0 else "of another rank"
     sys.stdin.stream = io.StringIO(f"one\ntwo\nthree\n{text}")
-    assert [sys.stdin.readline(), next(iter(sys.stdin)), sys.stdin.read(6)] == ["one\n", "two\n", "three\n"]
+    assert [sys.stdin.readline(), next(iter(sys.stdin)), sys.stdin.read(6)] == [
+        "one\n",
+        "two\n",
+        "three\n",
+    ]
     argv = shlex.split(f"{ranked_line(folder)} --json --seed {rank}")
     generate.run_generate(generate.parse_args(argv[1:]))
     sys.stdout.flush()
@@ -2611,7 +2985,8 @@ def ranked_main() -> None:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """A model with all biases, and one of fewer KV heads than ranks; what they give in one process."""
+    """A model with all biases, and one of fewer KV heads than ranks; what they give in one
+    process."""
     folder = tmp_path_factory.mktemp("ranks")
     every_checkpoint(folder / "four", n_layers=2, qkv_bias=True, out_bias=True, mlp_bias=True)
     every_checkpoint(folder / "two", n_layers=2, group=4)
@@ -2622,13 +2997,23 @@ def one_rank(tmp_path_factory):
 def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, cli):
     folder, alone = one_rank
     report = cli.json(ranked_line(folder), stdin="Twelve")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", n, "--redirects", 3]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        n,
+        "--redirects",
+        3,
+    ]
     torchrun += ["--log_dir", folder / f"logs{n}", "--module", "extras.test_extras"]
     done = test_all.python(*torchrun, folder, OMP_NUM_THREADS="1")
     logs = {kind: sorted(folder.glob(f"logs{n}/**/{kind}.log")) for kind in ("stdout", "stderr")}
     text = {kind: [file.read_text() for file in files] for kind, files in logs.items()}
     assert done.returncode == 1 and "exitcode  : 2" in done.stderr, "".join(text["stderr"])
-    assert text["stderr"][-1] == "error: the last rank fails\n" and "rror" not in "".join(text["stderr"][:-1])
+    assert text["stderr"][-1] == "error: the last rank fails\n" and "rror" not in "".join(
+        text["stderr"][:-1]
+    )
     assert text["stdout"][0].startswith("[row 0]") and not any(text["stdout"][1:])
 
     found = [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)]
@@ -2642,7 +3027,8 @@ def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, 
             assert own_measured == own_formula and own_weights < weights, case
         if not joint and case.startswith("four"):
             total = sum(figures[0] for *_, figures, _ in together)
-            assert measured == formula <= total < 1.01 * measured, case  # LRQK counts its misses on each rank
+            # LRQK counts its misses on each rank
+            assert measured == formula <= total < 1.01 * measured, case
     own_report = json.loads(text["stdout"][0].splitlines()[-1])
     for name in ("token_ids", "text"):
         assert own_report[name] == report[name]
@@ -2652,10 +3038,18 @@ def test_several_ranks_give_what_one_process_gives_and_fail_as_one(n, one_rank, 
 
 def play_rank(monkeypatch, rank: int, n: int) -> None:
     """Until the test ends this process is one of n, and its models are cut."""
-    replaced = [(model_file, "empty_model"), (model_file, "copy_weight"), (compress, "read_artifact")]
+    replaced = [
+        (model_file, "empty_model"),
+        (model_file, "copy_weight"),
+        (compress, "read_artifact"),
+    ]
     classes = (model_file.Attention, compress.EliteAttention, model_file.FeedForward)
     replaced += [(each, "forward") for each in classes]
-    replaced += [(generate, "device_and_dtype"), (generate.Engine, "set_tokens"), (generate.LLM, "identity")]
+    replaced += [
+        (generate, "device_and_dtype"),
+        (generate.Engine, "set_tokens"),
+        (generate.LLM, "identity"),
+    ]
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it will be again
     monkeypatch.setattr(parallel, "rank", lambda: rank)
@@ -2666,7 +3060,8 @@ def play_rank(monkeypatch, rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 fuses q, k, v and gate, up
-@pytest.mark.parametrize("n, coded", [(2, False), (4, False), (8, False), (2, True)])  # of 4 KV heads
+# of 4 KV heads
+@pytest.mark.parametrize("n, coded", [(2, False), (4, False), (8, False), (2, True)])
 def test_shares_of_a_layer_sum_to_the_layer(family, n, coded, tmp_path, monkeypatch):
     train.save_checkpoint(tiny_model(family=family), tmp_path)
     x = torch.randn(1, 20, 48)
@@ -2700,7 +3095,12 @@ def test_random_weights_follow_the_seed_and_ranks_agree_on_those_not_shared(monk
     assert torch.equal(first.output.weight, second.output.weight)
     assert torch.equal(first.tok_embeddings.weight, second.tok_embeddings.weight)
     assert first.config.n_kv_heads == 2 and first.config.whole.n_kv_heads == 4
-    assert [parallel.share_of(test_all.tiny_config(), n).n_kv_heads for n in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [parallel.share_of(test_all.tiny_config(), n).n_kv_heads for n in (1, 2, 4, 8)] == [
+        4,
+        2,
+        1,
+        1,
+    ]
     assert make_engine(first, "sals", 1, 64, compress.random_artifact("sals", first.config))
 
 
@@ -2737,7 +3137,8 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(every_folder, tmp_path,
 
 
 def test_a_rank_has_its_share_of_elitekvs_latent(every_folder, tmp_path, monkeypatch):
-    """And one number at least. Each rank's factors are of its own heads: together they hold d_ckv."""
+    """And one number at least. Each rank's factors are of its own heads: together they hold
+    d_ckv."""
     folder = tmp_path / "tiny"
     shutil.copytree(every_folder, folder)
     model = load_model(folder, CPU, torch.float32)
@@ -2761,7 +3162,9 @@ def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(parallel, "device_and_dtype", lambda device, dtype: (device, dtype))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match="each process needs a GPU of its own; use --nproc_per_node 1"):
+    with pytest.raises(
+        UserError, match="each process needs a GPU of its own; use --nproc_per_node 1"
+    ):
         generate.device_and_dtype("cuda")
     with mock.patch.object(torch.cuda, "set_device") as set_device:
         monkeypatch.setenv("LOCAL_RANK", "0")
