@@ -96,6 +96,7 @@ DOUBLE = {"keep": 32, "channels": 0.25, "skip": ""}
 SNAP, CENTRED = {"keep": 24, "room": 8, "window": 8, "pool": 3}, {"centre": True}
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
+test_all.FITTED_TO_PROMPTS |= {"shadowkv"}
 test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors".split()}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 CASES = [
