@@ -2754,12 +2754,10 @@ def test_causal_attention_over_a_past(group, dim, monkeypatch):
 
 # --------------------------------------------------------------------------------------- tokenizers
 
-LLAMA2, LLAMA3, QWEN, STORIES = (
-    "tokenizers/llama2",
-    "tokenizers/llama3",
-    "tokenizers/qwen2.5",
-    "stories260k",
-)
+LLAMA2 = "tokenizers/llama2"
+LLAMA3 = "tokenizers/llama3"
+QWEN = "tokenizers/qwen2.5"
+STORIES = "stories260k"
 TEXTS = [
     "",
     " leading and  double   spaces ",
@@ -2774,46 +2772,65 @@ TEXTS = [
 ]
 
 
-def folder_of(name):
+def folder_of(name: str | Path) -> Path:
+    """A folder of ../shared/real, or skips the test."""
     if not (REAL / name).exists():
         pytest.skip(f"no {REAL / name}")
     return REAL / name
 
 
 @functools.cache
-def real(name):
+def real(name: str | Path):
+    """The tokenizer of such a folder."""
     return load_tokenizer(folder_of(name))
+
+
+def source_code() -> str:
+    """A long text of Python."""
+    return Path(json.__file__).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory) -> Path:
-    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt as the error
-    says."""
+    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt by the command that
+    the error gives."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("qwen") / "folder"
     shutil.copytree(folder_of(QWEN), folder)
-    with pytest.raises(
-        UserError, match=r"merges\.txt without a tokenizer\.json; write one with: python -c"
-    ) as error:
+    message = r"merges\.txt without a tokenizer\.json; write one with: python -c"
+    with pytest.raises(UserError, match=message) as error:
         load_tokenizer(folder)
-    exec(shlex.split(str(error.value))[-1])
+    code = shlex.split(str(error.value))[-1]
+    exec(code)
     return folder
 
 
-def sentencepiece_of(name):
-    """Of a folder, or of its name in REAL."""
+def sentencepiece_of(name: str | Path) -> SentencePieceProcessor:
+    """The oracle of a tokenizer.model, in a folder or under its name in REAL."""
     return SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
 
 
-def write_tiktoken(folder, merges):
-    """A tokenizer.model like Llama 3's of the 256 bytes and a few merges."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [bytes([byte]) for byte in range(256)] + [word.encode() for word in merges]
-    lines = [base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(words)]
-    (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    return folder
+def with_auto(folder: Path) -> tuple:
+    """The tokenizer of a folder, ours and transformers'."""
+    transformers = pytest.importorskip("transformers")
+    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
+def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
+    """Token ids of text in which names such as <|eot_id|> are those tokens."""
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    pattern = "|".join(re.escape(name) for name in names)
+    segments = []
+    for i, part in enumerate(re.split(f"({pattern})", text)):
+        is_name = i % 2 == 1  # re.split gives text and names in turn
+        if part:
+            segments.append((part, is_name))
+    return tokenizer.encode_segments(segments, bos)
+
+
+# ---- files of a tokenizer, made here
+
+# The 256 bytes as byte-level BPE writes them: characters that can be printed stand for themselves.
 GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
 GPT2_BYTES += [chr(256 + i) for i in range(68)]
 MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
@@ -2824,59 +2841,89 @@ BYTE_LEVEL = {
     "use_regex": True,
 }
 UNSPLIT = BYTE_LEVEL | {"use_regex": False}
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
+ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
 
 
-def in_turn(*parts) -> dict:
+def write_tiktoken(folder: Path, merges: list[str]) -> Path:
+    """A folder with a tokenizer.model like Llama 3's, of the 256 bytes and a few merges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [bytes([byte]) for byte in range(256)]
+    words += [word.encode() for word in merges]
+    lines = []
+    for rank, word in enumerate(words):
+        lines.append(base64.b64encode(word) + b" %d\n" % rank)
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return folder
+
+
+def in_turn(*parts: dict) -> dict:
     """Several steps of a tokenizer.json, one after the other."""
-    kinds = "pretokenizers", "normalizers", "processors"
-    return {"type": "Sequence"} | dict.fromkeys(kinds, list(parts))
+    steps = list(parts)
+    return {"type": "Sequence", "pretokenizers": steps, "normalizers": steps, "processors": steps}
 
 
 def special_tokens(*names: str, first: int = 256) -> list[dict]:
     """Added tokens of a tokenizer.json, with ids from `first` on."""
-    flags = dict.fromkeys(FLAGS, False)
-    return [
-        {"id": first + i, "content": name, "special": True} | flags for i, name in enumerate(names)
-    ]
+    tokens = []
+    for i, name in enumerate(names):
+        token = {
+            "id": first + i,
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        tokens.append(token)
+    return tokens
 
 
-def tokenizer_json(vocab=None, merges=(), pre_tokenizer=BYTE_LEVEL, added=(), **parts):
-    """The contents of a tokenizer.json; by default of single bytes."""
-    vocab = vocab or {
-        word: i for i, word in enumerate(GPT2_BYTES + ["".join(m.split()) for m in merges])
-    }
-    model = {"type": "BPE", "vocab": vocab, "merges": list(merges)} | parts.pop("model", {})
+def added_tokens_decoder(tokens: list[dict]) -> dict[int, dict]:
+    """The same as a tokenizer_config.json has them: by their ids."""
+    by_id = {}
+    for token in tokens:
+        fields = dict(token)
+        by_id[fields.pop("id")] = fields
+    return by_id
+
+
+def tokenizer_json(
+    vocab: dict | None = None,
+    merges: list | tuple = (),
+    pre_tokenizer: dict | None = BYTE_LEVEL,
+    added: list | tuple = (),
+    model: dict | None = None,
+    **parts,
+) -> dict:
+    """The contents of a tokenizer.json; by default of single bytes.
+
+    model: changes to its model. parts: such as its post_processor."""
+    if vocab is None:
+        words = GPT2_BYTES + [merge.replace(" ", "") for merge in merges]
+        vocab = {word: i for i, word in enumerate(words)}
+    bpe = {"type": "BPE", "vocab": vocab, "merges": list(merges)}
     data = {
         "version": "1.0",
         "added_tokens": list(added),
         "normalizer": None,
         "post_processor": None,
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": BYTE_LEVEL,
+        "model": bpe | (model or {}),
     }
-    return data | {"pre_tokenizer": pre_tokenizer, "decoder": BYTE_LEVEL, "model": model} | parts
+    return data | parts
 
 
-def tokenizer_of(folder: Path, **files):
-    """Of a folder that gets these JSON files."""
+def tokenizer_of(folder: Path, **files: dict):
+    """The tokenizer of a folder that gets these JSON files, beside those that it has."""
     folder.mkdir(exist_ok=True)
     for name, contents in files.items():
         (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
     return load_tokenizer(folder)
-
-
-def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
-    """Token ids of text in which names such as <|eot_id|> are those tokens."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    parts = enumerate(re.split(f"({'|'.join(map(re.escape, names))})", text))
-    return tokenizer.encode_segments([(part, i % 2 == 1) for i, part in parts if part], bos)
-
-
-def with_auto(folder: Path) -> tuple:
-    """The tokenizer of a folder, ours and transformers'."""
-    return load_tokenizer(folder), pytest.importorskip(
-        "transformers"
-    ).AutoTokenizer.from_pretrained(folder)
 
 
 # ---- ids that are known
@@ -2887,39 +2934,36 @@ def test_llama3_vector_and_special_tokens():
     ids = [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
     assert encode_named(tokenizer, "This is a test sentence.<|end_of_text|>") == ids
     assert tokenizer.encode("This", bos=False) == [2028]
-    assert tokenizer.vocab_size == 128256 and tokenizer.bos_id == 128000
+    assert tokenizer.vocab_size == 128256
+    assert tokenizer.bos_id == 128000
     assert tokenizer.stop_ids == {128001, 128008, 128009}
-    known = {"<|python_tag|>": 128010, "<|reserved_special_token_246|>": 128255}
-    assert (
-        known.items() <= tokenizer.special_tokens.items() and len(tokenizer.special_tokens) == 256
-    )
+    assert len(tokenizer.special_tokens) == 256
+    assert tokenizer.special_tokens["<|python_tag|>"] == 128010
+    assert tokenizer.special_tokens["<|reserved_special_token_246|>"] == 128255
 
 
-# ---- round trips and oracles
+# ---- oracles
 
 
 def test_llama3_against_transformers():
-    """Which knows no control tokens of a bare tokenizer.model, so that their names are text to
-    it."""
+    """It knows no control tokens of a bare tokenizer.model, so that their names are text to it."""
     tokenizer, oracle = with_auto(folder_of(LLAMA3))
-    for text in [
-        *TEXTS,
-        "<|begin_of_text|><|eot_id|>",
-        Path(json.__file__).read_text(encoding="utf-8"),
-    ]:
+    for text in [*TEXTS, "<|begin_of_text|><|eot_id|>", source_code()]:
         ids = oracle.encode(text, add_special_tokens=False)
-        assert (
-            tokenizer.encode(text) == [128000, *ids] and tokenizer.encode_continuation(text) == ids
-        )
-        assert tokenizer.decode(ids) == oracle.decode(ids) == text
+        assert tokenizer.encode(text) == [128000, *ids]
+        assert tokenizer.encode_continuation(text) == ids
+        assert tokenizer.decode(ids) == text
+        assert oracle.decode(ids) == text
 
 
 @pytest.mark.parametrize("name", [NANO, LLAMA2, STORIES])
 def test_sentencepiece_oracle(name):
-    tokenizer, oracle = real(name), sentencepiece_of(name)
+    tokenizer = real(name)
+    oracle = sentencepiece_of(name)
     for text in TEXTS:
         ids = oracle.encode(text)
-        assert tokenizer.encode(text, bos=False) == ids and tokenizer.encode(text) == [1, *ids]
+        assert tokenizer.encode(text, bos=False) == ids
+        assert tokenizer.encode(text) == [1, *ids]
         assert tokenizer.decode(ids) == oracle.decode(ids)
 
 
@@ -2929,174 +2973,257 @@ def test_qwen_against_transformers(qwen):
         *TEXTS,
         "e\u0301 u\u0308 \u1100\u1161",
         "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>",
-    ]
-    texts += [
         "<tool_call>{}</tool_call> <|im_end|>",
-        Path(json.__file__).read_text(encoding="utf-8"),
+        source_code(),
     ]
-    texts += [
-        path.read_text(encoding="utf-8")[:20_000] for path in sorted((REAL / "text").rglob("*.txt"))
-    ]
+    for path in sorted((REAL / "text").rglob("*.txt")):
+        texts.append(path.read_text(encoding="utf-8")[:20_000])
     for text in texts:
         expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert tokenizer.encode(text) == expected  # and no BOS
-    chat = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
-    assert encode_named(tokenizer, chat) == oracle.encode(chat, add_special_tokens=False)
-    assert tokenizer.vocab_size == len(oracle) and tokenizer.bos_id is None
-    # the first is added but not special
+
+
+def test_qwens_control_tokens_against_transformers(qwen):
+    tokenizer, oracle = with_auto(qwen)
+    text = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
+    assert encode_named(tokenizer, text) == oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.vocab_size == len(oracle)
+    assert tokenizer.bos_id is None
+    # <tool_call> is added but not special; <|im_start|> is special.
     assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"
+
+
+def test_qwens_chat_against_transformers(qwen):
+    tokenizer, oracle = with_auto(qwen)
+    im_end = 151645
     messages = [
         {"role": "user", "content": "Hi <|im_end|>"},
         {"role": "assistant", "content": "<tool_call>"},
+        {"role": "user", "content": " \u4f60\n"},
     ]
-    messages += [{"role": "user", "content": " \u4f60\n"}]
     for n in (1, 3):
-        ids = generate.encode_chat(tokenizer, messages[:n])
-        text = oracle.apply_chat_template(messages[:n], add_generation_prompt=True, tokenize=False)
-        # the template's own
-        assert tokenizer.decode_ids(ids) == text and ids.count(151645) == n + 1
-        plain = [
-            message | {"content": message["content"].replace("<|im_end|>", "")}
-            for message in messages[:n]
-        ]
+        chat = messages[:n]
+        ids = generate.encode_chat(tokenizer, chat)
+        text = oracle.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode_ids(ids) == text
+        # The template's own: one of the system's message, one of each message.
+        assert ids.count(im_end) == n + 1
+
+        plain = []  # transformers would take what the user wrote for a control token
+        for message in chat:
+            content = message["content"].replace("<|im_end|>", "")
+            plain.append({"role": message["role"], "content": content})
         expected = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
         assert generate.encode_chat(tokenizer, plain) == expected
 
 
-@pytest.mark.parametrize("legacy", [False, True, None])
-def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
-    """As a bare tokenizer.model with the settings of a Hugging Face folder, and as a
-    tokenizer.json."""
-    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", tmp_path)
-    special = {token.pop("id"): token for token in special_tokens("<unk>", "<s>", "</s>", first=0)}
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    settings |= {"unk_token": "<unk>", "added_tokens_decoder": special, "add_bos_token": True}
+def llama2_folder(folder: Path, legacy: bool | None) -> Path:
+    """Llama 2's tokenizer.model with the settings of a Hugging Face folder."""
+    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", folder)
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "added_tokens_decoder": added_tokens_decoder(
+            special_tokens("<unk>", "<s>", "</s>", first=0)
+        ),
+        "add_bos_token": True,
+    }
     if legacy is not None:
         settings["legacy"] = legacy
-    tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
-    tokenizer, oracle = with_auto(tmp_path)
+    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
+    return folder
+
+
+@pytest.mark.parametrize("legacy", [False, True, None])
+def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
+    """As a tokenizer.model, and as a tokenizer.json."""
+    tokenizer, oracle = with_auto(llama2_folder(tmp_path, legacy))
     oracle.save_pretrained(tmp_path / "json")
     from_json = load_tokenizer(tmp_path / "json")
     for text in [*TEXTS, " ", " Hello", "Hello", "a <s> b", "\u2581a", "a  b"]:
         ids = oracle.encode(text, split_special_tokens=True)
+        decoded = oracle.decode(ids, skip_special_tokens=True)
         assert from_json.encode(text) == ids
-        assert from_json.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+        assert from_json.decode(ids) == decoded
         if "  " not in text:  # transformers takes other merges of two spaces from a tokenizer.model
             assert tokenizer.encode(text) == ids
-            assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+            assert tokenizer.decode(ids) == decoded
+
+    named = "<s>[INST] Hi [/INST] Hello </s><s>[INST] "
     for each in (tokenizer, from_json):
-        assert each.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2} and each.stop_ids == {2}
-        assert (
-            each.decode(each.encode("a")) + each.decode(each.encode_continuation(" b"), [1, 263])
-            == "a b"
-        )
-        text = "<s>[INST] Hi [/INST] Hello </s><s>[INST] "
-        assert encode_named(each, text) == oracle.encode(text, add_special_tokens=False)
+        assert each.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
+        assert each.stop_ids == {2}
+        begun = each.decode(each.encode("a"))
+        more = each.decode(each.encode_continuation(" b"), [1, 263])  # after those of "a"
+        assert begun + more == "a b"
+        assert encode_named(each, named) == oracle.encode(named, add_special_tokens=False)
 
 
-ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
-SPACED = [  # what puts a space before a text, and the same without it
-    *(
-        (METASPACE | {"prepend_scheme": x}, METASPACE | {"prepend_scheme": "never"})
-        for x in ("first", "always")
-    ),
-    (in_turn({"type": "Prepend", "prepend": "▁"}, ESCAPE), ESCAPE),
-    (BYTE_LEVEL | {"add_prefix_space": True}, BYTE_LEVEL),
-]
-# lacks some of the bytes
+# A vocabulary that lacks some of the bytes.
 VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}
-UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0], *([c, -9.0] for c in "▁<>|/sendabht12.")]
-MADE = [  # tokenizers whose library makes a control token of text: as a word, as the unknown token
-    {"vocab": VOCAB, "pre_tokenizer": in_turn(SPLIT, UNSPLIT), "model": {"ignore_merges": True}},
-    {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
-    {"model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0}, "pre_tokenizer": METASPACE},
-]
+UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0]]
+UNIGRAM += [[character, -9.0] for character in "▁<>|/sendabht12."]
+# Tokenizers whose library makes a control token of text: <|end|>, of this id.
+MAKE_A_CONTROL_TOKEN = {
+    "word": (
+        VOCAB["<|end|>"],
+        {
+            "vocab": VOCAB,
+            "pre_tokenizer": in_turn(SPLIT, UNSPLIT),
+            "model": {"ignore_merges": True},
+        },
+    ),
+    "unknown": (
+        VOCAB["<|end|>"],
+        {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
+    ),
+    "unigram": (
+        2,
+        {
+            "model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0},
+            "pre_tokenizer": METASPACE,
+        },
+    ),
+}
 
 
-@pytest.mark.parametrize("parts", MADE, ids=["word", "unknown", "unigram"])
-def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(parts, tmp_path):
-    i = 2 if "Unigram" in str(parts) else VOCAB["<|end|>"]
-    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=i))
+@pytest.mark.parametrize("name", MAKE_A_CONTROL_TOKEN)
+def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(name, tmp_path):
+    end, parts = MAKE_A_CONTROL_TOKEN[name]
+    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=end))
     tokenizer = tokenizer_of(tmp_path, tokenizer=data)
     for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
-        assert i not in tokenizer.encode(text)
-    letters = [j for c in "<|end|>" for j in tokenizer.encode_continuation(c)]
-    assert tokenizer.encode("a.<|end|>")[-7:] == letters and encode_named(tokenizer, "<|end|>") == [
-        i
-    ]
+        assert end not in tokenizer.encode(text)
+    letters = []
+    for character in "<|end|>":
+        letters += tokenizer.encode_continuation(character)
+    assert tokenizer.encode("a.<|end|>")[-7:] == letters
+    assert encode_named(tokenizer, "<|end|>") == [end]
 
 
-@pytest.mark.parametrize("steps", SPACED, ids=["first", "always", "prepend", "bytes"])
-def test_text_that_goes_on_gets_no_space(steps, tmp_path):
-    base = json.loads(with_auto(NANO)[1].backend_tokenizer.to_str())
-    base |= {
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "added_tokens": special_tokens("<|end|>", first=4096),
-    }
-    kinds = (
-        "normalizer" if step["type"] in ("Sequence", "Replace") else "pre_tokenizer"
-        for step in steps
-    )
-    files = [base | {kind: step} for kind, step in zip(kinds, steps, strict=True)]
-    spaced, plain = (
-        tokenizer_of(tmp_path / str(i), tokenizer=data) for i, data in enumerate(files)
-    )
+class Spaced(NamedTuple):
+    """What puts a space before a text, in a tokenizer.json, and the same without it."""
+
+    spaced: dict
+    plain: dict
+    comes_again: bool  # after a control token
+
+
+SPACED = {
+    "first": Spaced(
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "first"}},
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
+        comes_again=False,
+    ),
+    "always": Spaced(
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "always"}},
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
+        comes_again=True,
+    ),
+    "prepend": Spaced(
+        {"normalizer": in_turn(PREPEND, ESCAPE)},
+        {"normalizer": ESCAPE},
+        comes_again=True,
+    ),
+    "bytes": Spaced(
+        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+        {"pre_tokenizer": BYTE_LEVEL},
+        comes_again=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_text_that_goes_on_gets_no_space(name, tmp_path):
+    case = SPACED[name]
+    _, nano = with_auto(NANO)
+    base = json.loads(nano.backend_tokenizer.to_str())
+    base["normalizer"] = None
+    base["pre_tokenizer"] = None
+    base["post_processor"] = None
+    base["added_tokens"] = special_tokens("<|end|>", first=4096)
+    spaced = tokenizer_of(tmp_path / "spaced", tokenizer=base | case.spaced)
+    plain = tokenizer_of(tmp_path / "plain", tokenizer=base | case.plain)
     for text in TEXTS:
         assert spaced.encode_continuation(text) == plain.encode(text)
     assert spaced.encode("the") != plain.encode("the")
-    after = (plain if "first" in str(steps) else spaced).encode("the")
-    assert encode_named(spaced, "the<|end|>the") == [*spaced.encode("the"), 4096, *after]
+    after = spaced if case.comes_again else plain
+    expected = [*spaced.encode("the"), 4096, *after.encode("the")]
+    assert encode_named(spaced, "the<|end|>the") == expected
+
+
+ADDED = [  # name, which flags it has
+    ("<think>", {}),
+    ("  ", {"single_word": True}),
+    ("xx", {"lstrip": True}),
+    ("a<t", {"rstrip": True}),
+    ("<t>", {"lstrip": True, "rstrip": True}),
+    ("   ", {}),
+    (" x", {"single_word": True}),
+    ("e\u0301x", {"lstrip": True}),
+    ("<t>>", {"rstrip": True}),
+    ("<|end|>", {"lstrip": True, "rstrip": True}),
+]
+
+
+def random_texts(alphabet: list[str], count: int) -> list[str]:
+    """Texts of one to eight entries of an alphabet."""
+    rng = random.Random(0)
+    texts = []
+    for _ in range(count):
+        entries = rng.choices(alphabet, k=rng.randrange(1, 9))
+        texts.append("".join(entries))
+    return texts
 
 
 def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
     shutil.copy(NANO / "tokenizer.model", tmp_path)
-    names = ["<think>", "  ", "xx", "a<t", "<t>", "   ", " x", "e\u0301x", "<t>>", "<|end|>"]
-    flags = itertools.cycle(
-        [{}, *({flag: True} for flag in FLAGS[:3]), {"lstrip": True, "rstrip": True}]
-    )
-    added = {token.pop("id"): token | next(flags) for token in special_tokens(*names, first=4096)}
-    for token in added.values():
-        token["special"] = token["content"] == "<|end|>"
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "added_tokens_decoder": added}
-    tokenizer_of(
-        tmp_path, config={"model_type": "llama", "vocab_size": 4120}, tokenizer_config=settings
-    )
-    tokenizer, oracle = with_auto(tmp_path)
-    oracle, rng = oracle.backend_tokenizer, random.Random(0)
+    tokens = special_tokens(*(name for name, _ in ADDED), first=4096)
+    for token, (name, flags) in zip(tokens, ADDED, strict=True):
+        token |= flags
+        token["special"] = name == "<|end|>"
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "added_tokens_decoder": added_tokens_decoder(tokens),
+    }
+    config = {"model_type": "llama", "vocab_size": 4120}
+    tokenizer_of(tmp_path, config=config, tokenizer_config=settings)
+    tokenizer, auto = with_auto(tmp_path)
+    oracle = auto.backend_tokenizer
     oracle.encode_special_tokens = True
-    alphabet = [
-        "the",
-        "  ",
-        " ",
-        "\n",
-        "\u00e9",
-        *"< <t <t> <think> <|end|> <s> xx x a A ! .".split(" "),
-    ]
-    for text in [
-        *TEXTS,
-        *("".join(rng.choices(alphabet, k=rng.randrange(1, 9))) for _ in range(500)),
-    ]:
+
+    alphabet = ["the", "  ", " ", "\n", "\u00e9", "<", "<t", "<t>", "<think>", "<|end|>", "<s>"]
+    alphabet += ["xx", "x", "a", "A", "!", "."]
+    for text in TEXTS + random_texts(alphabet, 500):
         ids = oracle.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, bos=False) == ids and tokenizer.decode(ids) == oracle.decode(
-            ids
-        )
-    assert tokenizer.vocab_size == 4106 and tokenizer.stop_ids == {2, 4105}
-    # the model has more ids
+        assert tokenizer.encode(text, bos=False) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+    assert tokenizer.vocab_size == 4106
+    assert tokenizer.stop_ids == {2, 4105}
+    # The model has more ids, which stand for no text.
     assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"
-    for bad in (4120, -1):
-        with pytest.raises(UserError, match=f"{bad} is outside"):
-            tokenizer.decode([4, bad])
+    for outside in (4120, -1):
+        with pytest.raises(UserError, match=f"{outside} is outside"):
+            tokenizer.decode([4, outside])
 
 
-@pytest.mark.parametrize(
-    "kind, rule", [("bpe", "identity"), ("bpe", "nmt_nfkc"), ("unigram", "nmt_nfkc")]
-)
-@pytest.mark.parametrize(
-    "adds_space, removes_spaces", [(False, False), (True, True), (True, False)]
-)
+SENTENCEPIECE_KINDS = [  # model_type, normalization_rule_name
+    ("bpe", "identity"),
+    ("bpe", "nmt_nfkc"),
+    ("unigram", "nmt_nfkc"),
+]
+SPACES = [  # add_dummy_prefix, remove_extra_whitespaces
+    (False, False),
+    (True, True),
+    (True, False),
+]
+
+
+@pytest.mark.parametrize("kind, rule", SENTENCEPIECE_KINDS)
+@pytest.mark.parametrize("adds_space, removes_spaces", SPACES)
 def test_sentencepiece_models_of_other_kinds(kind, rule, adds_space, removes_spaces, tmp_path):
     """Words that users defined are found in text, but for a control token's name."""
     file = io.BytesIO()
@@ -3115,17 +3242,20 @@ def test_sentencepiece_models_of_other_kinds(kind, rule, adds_space, removes_spa
         minloglevel=2,
     )
     (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
-    sp = sentencepiece_of(tmp_path)
-    end = sp.piece_to_id("<|im_end|>")
+    oracle = sentencepiece_of(tmp_path)
+    end = oracle.piece_to_id("<|im_end|>")
     added = {str(end): {"content": "<|im_end|>", "special": True}}
     tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": added})
     for text in ("hello there", "  hello  world ", " ", "a<think>b", "\u00bd \ufb01\t\tx"):
-        ids = sp.encode(text)
-        assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == sp.decode(ids)
-    assert end in sp.encode("<|im_end|>a") and end not in tokenizer.encode("hello<|im_end|> a")
-    assert tokenizer.bos_id is None and tokenizer.stop_ids == {2, end}
-    both = [*tokenizer.encode("hello"), *tokenizer.encode_continuation(" world")]
-    assert both == tokenizer.encode("hello world")
+        ids = oracle.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+    assert end in oracle.encode("<|im_end|>a")
+    assert end not in tokenizer.encode("hello<|im_end|> a")
+    assert tokenizer.bos_id is None
+    assert tokenizer.stop_ids == {2, end}
+    in_two_parts = tokenizer.encode("hello") + tokenizer.encode_continuation(" world")
+    assert in_two_parts == tokenizer.encode("hello world")
 
 
 def test_a_long_run_of_one_character(tmp_path):
@@ -3140,34 +3270,51 @@ def test_a_long_run_of_one_character(tmp_path):
 def test_stream_decoder(name, request):
     """It gives what decoding at once gives, which is the text (of all but the stories' few
     pieces)."""
-    tokenizer = load_tokenizer(request.getfixturevalue("qwen")) if name == QWEN else real(name)
-    rng = random.Random(0)
+    if name == QWEN:
+        tokenizer = load_tokenizer(request.getfixturevalue("qwen"))
+    else:
+        tokenizer = real(name)
     for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
-        ids, stream = tokenizer.encode(text), model_file.StreamDecoder(tokenizer)
-        pieces = [stream.push(i) for i in ids]
-        assert not any("\ufffd" in piece for piece in pieces) and stream.flush() == ""
+        ids = tokenizer.encode(text)
+        decoder = model_file.StreamDecoder(tokenizer)
+        pieces = [decoder.push(token) for token in ids]
+        assert decoder.flush() == ""
+        for piece in pieces:
+            assert "\ufffd" not in piece
         assert "".join(pieces) == tokenizer.decode(ids)
-        assert name == STORIES or tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-    words = range(259 if name in (NANO, LLAMA2, STORIES) else 0, tokenizer.vocab_size)  # no bytes
+        if name != STORIES:
+            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+
+    # Random words, of which none is a single byte.
+    rng = random.Random(0)
+    first = 259 if name in (NANO, LLAMA2, STORIES) else 0
+    words = range(first, tokenizer.vocab_size)
+    special = tokenizer.special_tokens.values()
     for _ in range(200):
-        ids = [i for i in rng.choices(words, k=20) if i not in tokenizer.special_tokens.values()]
+        ids = [token for token in rng.choices(words, k=20) if token not in special]
         assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
 
 
 def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
     tokenizer = load_tokenizer(write_tiktoken(tmp_path, []))
-    stream = model_file.StreamDecoder(tokenizer)
-    assert [stream.push(i) for i in "a你b".encode()] == ["a", "", "", "你", "b"]
-    assert [stream.push(i) for i in "👍".encode()[:3]] == [
-        "",
-        "",
-        "",
-    ] and stream.flush() == "\ufffd"
-    nano = load_tokenizer(NANO)  # a text's first space is no part of it, that after a prompt is
-    before, ids = nano.encode("the"), nano.encode_continuation(" world")
-    stream = model_file.StreamDecoder(nano, before)
-    assert "".join(map(stream.push, ids)) == nano.decode(ids, before) == " world"
-    assert nano.decode(ids) == "world"
+    decoder = model_file.StreamDecoder(tokenizer)
+    pieces = [decoder.push(byte) for byte in "a你b".encode()]
+    assert pieces == ["a", "", "", "你", "b"]
+    pieces = [decoder.push(byte) for byte in "👍".encode()[:3]]
+    assert pieces == ["", "", ""]
+    assert decoder.flush() == "\ufffd"
+
+
+def test_a_stream_after_a_prompt_has_its_first_space():
+    """In a sentencepiece model a text's first space is no part of the text."""
+    tokenizer = load_tokenizer(NANO)
+    before = tokenizer.encode("the")
+    ids = tokenizer.encode_continuation(" world")
+    decoder = model_file.StreamDecoder(tokenizer, before)
+    pieces = [decoder.push(token) for token in ids]
+    assert "".join(pieces) == " world"
+    assert tokenizer.decode(ids, before) == " world"
+    assert tokenizer.decode(ids) == "world"
 
 
 # ---- BOS, stop ids, added tokens
@@ -3176,68 +3323,95 @@ def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
 def bos_first(ids: list) -> dict:
     """A post-processor that puts <s> first, which has these ids."""
     bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    known = {"<s>": {"id": "<s>", "ids": ids, "tokens": ["<s>"]}}
-    parts = {"single": [bos, texts[0]], "pair": [bos, *texts], "special_tokens": known}
-    return {"type": "TemplateProcessing"} | parts
+    text_a = {"Sequence": {"id": "A", "type_id": 0}}
+    text_b = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, text_a],
+        "pair": [bos, text_a, text_b],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": ["<s>"]}},
+    }
 
 
-def test_bos_is_added_as_the_files_say(tmp_path):
-    steps, added = in_turn(BYTE_LEVEL, bos_first([256])), special_tokens("<s>", "<x>")
-    plain, bosed = (tokenizer_json(added=added, post_processor=x) for x in (None, steps))
-    for name, data, settings, expected in [
-        ("plain", plain, {"bos_token": "<s>"}, [0]),
-        ("template", bosed, {}, [256, 0]),
-        ("off", bosed, {"add_bos_token": False}, [0]),
-        ("null", bosed, {"add_bos_token": None, "bos_token": "<x>"}, [256, 0]),
-        ("on", plain, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
-    ]:
-        tokenizer = tokenizer_of(tmp_path / name, tokenizer=data, tokenizer_config=settings)
-        assert tokenizer.bos_id == 256 and tokenizer.encode("!") == expected, name
-        assert tokenizer.encode("!", bos=False) == [0]
-        assert encode_named(tokenizer, "<s>!") == [256, 0]  # never twice
+PUTS_BOS = in_turn(BYTE_LEVEL, bos_first([256]))
+BOS_CASES = {  # post-processor, tokenizer_config.json, the ids of "!"
+    "plain": (None, {"bos_token": "<s>"}, [0]),
+    "template": (PUTS_BOS, {}, [256, 0]),
+    "off": (PUTS_BOS, {"add_bos_token": False}, [0]),
+    "null": (PUTS_BOS, {"add_bos_token": None, "bos_token": "<x>"}, [256, 0]),
+    "on": (None, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
+}
 
 
-MAP = {"bos_token": "<bos>", "eos_token": "<end>"}
-MAPS = [  # tokenizer_config.json
-    {key: {"content": name, "__type": "AddedToken"} for key, name in MAP.items()},
-    MAP | {"eos_token": "<x>", "additional_special_tokens": ["<x>"]},
-    MAP | {"extra_special_tokens": ["<x>"]},
-    MAP | {"extra_special_tokens": {"image_token": "<x>"}},
+@pytest.mark.parametrize("name", BOS_CASES)
+def test_bos_is_added_as_the_files_say(name, tmp_path):
+    post_processor, settings, expected = BOS_CASES[name]
+    data = tokenizer_json(added=special_tokens("<s>", "<x>"), post_processor=post_processor)
+    tokenizer = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings)
+    assert tokenizer.bos_id == 256
+    assert tokenizer.encode("!") == expected
+    assert tokenizer.encode("!", bos=False) == [0]
+    assert encode_named(tokenizer, "<s>!") == [256, 0]  # never twice
+
+
+BOS_AND_END = {"bos_token": "<bos>", "eos_token": "<end>"}
+SPECIAL_TOKEN_SETTINGS = [  # tokenizer_config.json
+    {
+        "bos_token": {"content": "<bos>", "__type": "AddedToken"},
+        "eos_token": {"content": "<end>", "__type": "AddedToken"},
+    },
+    {"bos_token": "<bos>", "eos_token": "<x>", "additional_special_tokens": ["<x>"]},
+    BOS_AND_END | {"extra_special_tokens": ["<x>"]},
+    BOS_AND_END | {"extra_special_tokens": {"image_token": "<x>"}},
 ]
 
 
-@pytest.mark.parametrize("settings", MAPS)
+@pytest.mark.parametrize("settings", SPECIAL_TOKEN_SETTINGS)
 def test_special_tokens_are_those_that_transformers_knows(settings, tmp_path):
     """They are in the vocabulary, and no list of added tokens has them, or not as special."""
-    added = [token | {"special": False} for token in special_tokens("<x>", first=258)]
-    words = {word: i for i, word in enumerate([*GPT2_BYTES, "<bos>", "<end>", "<x>"])}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
-    files = {"tokenizer": tokenizer_json(words, added=added), "tokenizer_config": settings}
-    tokenizer_of(tmp_path, **files)
+    words = [*GPT2_BYTES, "<bos>", "<end>", "<x>"]
+    vocab = {word: i for i, word in enumerate(words)}
+    added = special_tokens("<x>", first=258)
+    added[0]["special"] = False
+    tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(vocab, added=added),
+        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
+    )
     tokenizer, oracle = with_auto(tmp_path)
-    text = "a <bos><end> <x>"
-    assert tokenizer.special_tokens == {name: words[name] for name in oracle.all_special_tokens}
+    assert tokenizer.special_tokens == {name: vocab[name] for name in oracle.all_special_tokens}
     assert tokenizer.chat_variables == oracle.special_tokens_map
-    assert encode_named(tokenizer, text, False) == oracle.encode(text, add_special_tokens=False)
     assert tokenizer.stop_ids == {oracle.eos_token_id}
-    assert not {*tokenizer.encode(text)} & {*tokenizer.special_tokens.values()}
+    text = "a <bos><end> <x>"
+    named = encode_named(tokenizer, text, bos=False)
+    assert named == oracle.encode(text, add_special_tokens=False)
+    special_ids = set(tokenizer.special_tokens.values())
+    assert not special_ids & set(tokenizer.encode(text))
 
 
 def test_stop_ids_come_from_every_file(tmp_path):
-    files = {"tokenizer": tokenizer_json(added=special_tokens("<end>", "<|eom_id|>", "<x>"))}
-    files |= {"config": {"eos_token_id": 7}, "generation_config": {"eos_token_id": [3, 4]}}
-    files["tokenizer_config"] = {"eos_token": {"content": "<end>"}}
-    assert tokenizer_of(tmp_path, **files).stop_ids == {3, 4, 7, 256, 257}
-    ends = {"bos_token": "<s>", "eos_token": "</s>"}
-    assert load_tokenizer(NANO).chat_variables == ends  # LlamaTokenizer's
-    none = {"config": {"eos_token_id": None}, "generation_config": {}, "tokenizer_config": {}}
-    assert tokenizer_of(tmp_path, **none).stop_ids == {257}
+    tokenizer = tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(added=special_tokens("<end>", "<|eom_id|>", "<x>")),
+        config={"eos_token_id": 7},
+        generation_config={"eos_token_id": [3, 4]},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+    )
+    assert tokenizer.stop_ids == {3, 4, 7, 256, 257}
+    # <|eom_id|> is known by its name.
+    tokenizer = tokenizer_of(
+        tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={}
+    )
+    assert tokenizer.stop_ids == {257}
+
+
+def test_a_tokenizer_model_has_the_names_that_llama_has():
+    assert load_tokenizer(NANO).chat_variables == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 # ---- chat
 
-# what the templates of models do: text between tokens, refusals, dates, a look into answers
+# What the templates of models do: text between tokens, refusals, dates, a look into answers.
 TEMPLATES = {
     "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}
         {%- set system = messages[0].content %}
@@ -3261,43 +3435,65 @@ TEMPLATES = {
     {% endgeneration %}
         {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
 }
-TURNS = ("Hi, I'm  \u00fc", " Four. ", "\nwhy?\n", "<think>\nwell\n</think>\n\nSo.", "a b c \ue000")
+TURNS = [
+    {"role": "user", "content": "Hi, I'm  \u00fc"},
+    {"role": "assistant", "content": " Four. "},
+    {"role": "user", "content": "\nwhy?\n"},
+    {"role": "assistant", "content": "<think>\nwell\n</think>\n\nSo."},
+    {"role": "user", "content": "a b c \ue000"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHATS = [
+    TURNS[:1],
+    TURNS[:3],
+    TURNS,
+    [SYSTEM, *TURNS[:1]],
+    [SYSTEM, *TURNS[:3]],
+    [SYSTEM, *TURNS],
+]
+CHAT_TOKENS = [  # name, flags in a sentencepiece model's folder
+    ("[INST]", {}),
+    ("[/INST]", {}),
+    ("<|system|>", {"rstrip": True}),  # as Phi-3's
+    ("<|user|>", {"rstrip": True}),
+    ("<|assistant|>", {"rstrip": True}),
+    ("<|end|>", {"rstrip": True, "lstrip": True}),  # as Phi-4's
+    ("<|im_start|>", {}),
+    ("<|im_end|>", {"lstrip": True}),
+]
+
+
+def chat_folder(folder: Path, kind: str, template: str) -> Path:
+    """A folder with a chat template, and a tokenizer of this kind: a sentencepiece model that puts
+    a space before the "first" text, or before "always" each, or a BPE of "bytes"."""
+    names = [name for name, _ in CHAT_TOKENS]
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    if kind == "bytes":
+        added = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
+        added[-1]["lstrip"] = True
+        data = tokenizer_json(merges=MERGES, added=added)
+        tokenizer_of(folder, tokenizer=data)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings["legacy"] = False
+        settings["added_tokens_decoder"] = {}
+    else:
+        shutil.copy(NANO / "tokenizer.model", folder)
+        added = special_tokens(*names, first=4096)
+        for token, (_, flags) in zip(added, CHAT_TOKENS, strict=True):
+            token |= flags
+        settings["tokenizer_class"] = "LlamaTokenizer"
+        settings["legacy"] = kind == "always"
+        settings["added_tokens_decoder"] = added_tokens_decoder(added)
+    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
+    return folder
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["first", "always", "bytes"])
 def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """Of a sentencepiece model that puts a space first, or after each token, and of a byte-level
-    BPE."""
-    names = (
-        "[INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> <|im_start|> <|im_end|>".split()
-    )
-    added = {token.pop("id"): token for token in special_tokens(*names, first=4096)}
-    for i in (4098, 4099, 4100, 4101):
-        added[i]["rstrip"] = True  # as Phi-3's
-    for i in (4101, 4103):
-        added[i]["lstrip"] = True  # as Phi-4's
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
-    settings |= {
-        "legacy": kind == "always",
-        "added_tokens_decoder": added,
-        "chat_template": TEMPLATES[name],
-    }
-    if kind == "bytes":
-        names = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
-        names[-1]["lstrip"] = True
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
-        tokenizer_of(tmp_path, tokenizer=tokenizer_json(merges=MERGES, added=names))
-    else:
-        shutil.copy(NANO / "tokenizer.model", tmp_path)
-    tokenizer_of(tmp_path, tokenizer_config=settings, config={"model_type": "llama"})
-    tokenizer, oracle = with_auto(tmp_path)
-    for n, system in itertools.product((1, 3, 5), (None, "Be brief.")):
-        chat = [
-            {"role": ("user", "assistant")[i % 2], "content": text}
-            for i, text in enumerate(TURNS[:n])
-        ]
-        messages = ([{"role": "system", "content": system}] if system else []) + chat
+    """And so are the chats that a template refuses."""
+    tokenizer, oracle = with_auto(chat_folder(tmp_path, kind, TEMPLATES[name]))
+    for messages in CHATS:
         try:
             expected = oracle.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False
@@ -3313,67 +3509,75 @@ def test_no_message_becomes_a_control_token(tmp_path):
     """Names of one character, within one another, side by side, and characters that might be
     marks."""
     names = ["你", "你你", "<a>", "b<a>", "[<a>]", "\ue001"]
-    settings = {"chat_template": "<a>{% for m in messages %}{{ m.content | trim }}你你{% endfor %}"}
-    data = tokenizer_json(added=special_tokens(*names))
-    tokenizer, rng = (
-        tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings),
-        random.Random(0),
+    template = "<a>{% for m in messages %}{{ m.content | trim }}你你{% endfor %}"
+    tokenizer = tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(added=special_tokens(*names)),
+        tokenizer_config={"chat_template": template},
     )
-    alphabet = [*names, *"<a>[]bx", " ", "\ue000", "\ue002", "\U000f0000"]
+    alphabet = [*names, "<", "a", ">", "[", "]", "b", "x", " ", "\ue000", "\ue002", "\U000f0000"]
+    rng = random.Random(0)
     for _ in range(300):
         text = "".join(rng.choices(alphabet, k=8))
         ids = generate.encode_chat(tokenizer, [{"role": "user", "content": text}])
+        # The template's own <a> and 你你, and text between them.
         assert ids == [258, *tokenizer.encode(text.strip()), 257]
-    settings["chat_template"] = [
-        {"name": "rag", "template": "a"},
-        {"name": "default", "template": "b"},
-    ]
-    assert tokenizer_of(tmp_path, tokenizer_config=settings).chat_template == "b"
-    settings["chat_template"] = "{{ ''.__class__.mro() }}"  # a template may not look into Python
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config=settings)
+
+
+def test_where_a_chat_template_comes_from(tmp_path):
+    """From tokenizer_config.json, of several the default; a file of its own counts more. It may not
+    look into Python."""
+    several = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    tokenizer = tokenizer_of(
+        tmp_path, tokenizer=tokenizer_json(), tokenizer_config={"chat_template": several}
+    )
+    assert tokenizer.chat_template == "b"
+
+    template = "{{ ''.__class__.mro() }}"
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"chat_template": template})
     with pytest.raises(UserError, match="unsafe"):
         generate.encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
+
     (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
-    assert tokenizer_of(tmp_path).chat_template == "file"
+    assert load_tokenizer(tmp_path).chat_template == "file"
 
 
 # ---- bad files
 
 GOOD = json.dumps(tokenizer_json())
-DAMAGED = [  # files
-    {"tokenizer.json": "{}"},
-    {"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"},
-    {"tokenizer.model": "YWI= 0\nYWM= 2\n"},  # a rank is missing
-    {"tokenizer.model": "YQ== 0\nYg== 1\n"},  # bytes are missing
-    {"tokenizer.model": "YQ== 0\nYg==\n"},
-    {
-        "tokenizer.model": (NANO / "tokenizer.model")
-        .read_bytes()[:30_000]
-        .decode(errors="surrogateescape")
-    },
-    *({"tokenizer.json": tokenizer_json(model={"merges": merges})} for merges in (5, ["a b"])),
-]
-BAD_TOKENIZERS = [(files, ": not a valid tokenizer; download it again") for files in DAMAGED] + [
+CUT_OFF = (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape")
+NOT_BYTES = "\udcff"  # which is written as a byte that no UTF-8 text has
+NOT_VALID = ": not a valid tokenizer; download it again"
+BAD_TOKENIZERS = [  # the files of a folder, what the error says
+    ({"tokenizer.json": "{}"}, NOT_VALID),
+    ({"tokenizer.json": tokenizer_json(model={"merges": 5})}, NOT_VALID),
+    ({"tokenizer.json": tokenizer_json(model={"merges": ["a b"]})}, NOT_VALID),
+    ({"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"}, NOT_VALID),
+    ({"tokenizer.model": "YWI= 0\nYWM= 2\n"}, NOT_VALID),  # a rank is missing
+    ({"tokenizer.model": "YQ== 0\nYg== 1\n"}, NOT_VALID),  # bytes are missing
+    ({"tokenizer.model": "YQ== 0\nYg==\n"}, NOT_VALID),
+    ({"tokenizer.model": CUT_OFF}, NOT_VALID),
+    ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
     ({"tokenizer.json": "[]"}, ": no JSON object; download it again"),
-    *((files, "no tokenizer.json and no tokenizer.model") for files in ({}, {"vocab.json": "{}"})),
+    ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
+    ({"tokenizer.json": NOT_BYTES}, "tokenizer.json: not valid JSON; download"),
+    (
+        {"tokenizer.json": tokenizer_json(added=special_tokens("<x>", first=300))},
+        "<x> cannot have the id 300",
+    ),
+    ({}, "no tokenizer.json and no tokenizer.model"),
+    ({"vocab.json": "{}"}, "no tokenizer.json and no tokenizer.model"),
     (
         {"vocab.json": '{"a": 0}', "merges.txt": "a b"},
         "merges.txt without a tokenizer.json; write one with: python",
     ),
-    ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
-    ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
-    ({"tokenizer.json": "\udcff"}, "tokenizer.json: not valid JSON; download"),
     (
         {"tokenizer.json": GOOD, "tokenizer_config.json": "{"},
         "tokenizer_config.json: not valid JSON",
     ),
     (
-        {"tokenizer.json": GOOD, "chat_template.jinja": "\udcff"},
+        {"tokenizer.json": GOOD, "chat_template.jinja": NOT_BYTES},
         "chat_template.jinja: not UTF-8 text",
-    ),
-    (
-        {"tokenizer.json": tokenizer_json(added=special_tokens("<x>", first=300))},
-        "<x> cannot have the id 300",
     ),
     ({"tokenizer.json": GOOD, "config.json": '{"a":'}, "config.json: not valid JSON"),
 ]
@@ -3381,14 +3585,16 @@ BAD_TOKENIZERS = [(files, ": not a valid tokenizer; download it again") for file
 
 @pytest.mark.parametrize("files, message", BAD_TOKENIZERS)
 def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
+    """And a library that reads them prints nothing."""
     for name, contents in files.items():
-        contents = contents if isinstance(contents, str) else json.dumps(contents)
+        if isinstance(contents, dict):
+            contents = json.dumps(contents)
         (tmp_path / name).write_text(contents, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(UserError) as error:
         load_tokenizer(tmp_path)
-    assert (
-        message in str(error.value) and "\n" not in str(error.value) and not any(capfd.readouterr())
-    )
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
 
 
 # ------------------------------------------------------------------------------------------ kernels
