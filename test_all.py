@@ -4712,15 +4712,17 @@ def test_kernel_operators_do_what_torch_compile_is_told():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("method,options", [("dense", {}), ("sals", FULL)])
+@pytest.mark.parametrize("method, options", [("dense", {}), ("sals", FULL)])
 def test_stories260k_gives_its_golden_text(method, options, device):
     folder = folder_of(STORIES)
     golden = json.loads((folder / "golden.json").read_text())
+    prompt = golden["prompt_ids"]
+    expected = golden["greedy_ids"]  # with the prompt
     model = load_model(folder, torch.device(device), torch.float32)
     engine = make_engine(model, method, 1, 256, **options)
-    prompt, ids = golden["prompt_ids"], golden["greedy_ids"]
     engine.prefill([prompt])
-    assert prompt + decode_rows(engine, len(ids) - len(prompt), lambda ids: False)[0] == ids
+    written = decode_rows(engine, len(expected) - len(prompt), lambda token_ids: False)[0]
+    assert prompt + written == expected
 
 
 # Facts in the words that nano was trained on. Keys share words.
@@ -4747,18 +4749,23 @@ def nano_question(characters: int, key: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "method, options", [("dense", {}), ("sals", {}), ("sals", {"rank": 0.125, "bits": 2})]
+    "method, options",
+    [
+        ("dense", {}),
+        ("sals", {}),
+        ("sals", {"rank": 0.125, "bits": 2}),
+    ],
 )
 def test_nano_retrieves_through_the_cache(method, options):
     """About 1500 tokens, of which SALS attends a third. Each row is asked for a fact of its own."""
-    asked = ["silent harbor", "silent bridge"]
-    prompts = [nano_question(4000, key) for key in asked]
+    keys = ["silent harbor", "silent bridge"]
+    prompts = [nano_question(4000, key) for key in keys]
     engine = fitted_engine(NANO, method, len(prompts), 1600, **options)
     engine.prefill(prompts)
-    answers = decode_rows(engine, 8, lambda ids: False)
+    answers = decode_rows(engine, 8, lambda token_ids: False)
     tokenizer = load_tokenizer(NANO)
-    for key, token_ids in zip(asked, answers, strict=True):
-        assert tokenizer.decode(token_ids).startswith(f"{NANO_FACTS[key]}.")
+    for key, answer in zip(keys, answers, strict=True):
+        assert tokenizer.decode(answer).startswith(f"{NANO_FACTS[key]}.")
 
 
 # ----------------------------------------------------------------------------------- texts and fits
@@ -4766,16 +4773,26 @@ def test_nano_retrieves_through_the_cache(method, options):
 
 def test_explained_is_the_mean_of_the_heads_ranks():
     """Sec. 3.1: Rank@v of a layer averages its heads; here 1, 1, 1 and 8 of 16, mean 2.75."""
-    model, values = tiny_model(), torch.full((4, 4, 16), 1e-6)
-    values[:, :, 0], values[:, 3, :8] = 1.0, 1.0
-    artifact = artifact_of("loki", model) | {"post.eigenvalues": values}
+    model = tiny_model()
+    values = torch.full((4, 4, 16), 1e-6)  # of each layer and head
+    values[:, :, 0] = 1.0
+    values[:, 3, :8] = 1.0
+    artifact = artifact_of("loki", model)
+    artifact["post.eigenvalues"] = values
     engine = make_engine(model, "loki", 1, 20, artifact, explained=0.9)
-    assert [cache.d for cache in engine.caches] == [3] * 4
-    assert [compress.rank_at(torch.tensor([2.0, 1, 1]), share) for share in (0.5, 0.51, 0.75)] == [
-        1,
-        2,
-        2,
-    ]
+    assert [cache.d for cache in engine.caches] == [3, 3, 3, 3]
+
+
+RANKS = [  # the fraction of 2 + 1 + 1, the leading eigenvalues that hold it
+    (0.5, 1),
+    (0.51, 2),
+    (0.75, 2),
+]
+
+
+@pytest.mark.parametrize("fraction, rank", RANKS)
+def test_rank_at_a_fraction_is_the_least_that_holds_it(fraction, rank):
+    assert compress.rank_at(torch.tensor([2.0, 1.0, 1.0]), fraction) == rank
 
 
 def test_texts_come_once_and_begin_with_bos(tmp_path):
@@ -4802,6 +4819,45 @@ def test_texts_come_once_and_begin_with_bos(tmp_path):
     assert (calibrate.text_ids(tokenizer, files, 9) == ids[1:10]).all()  # without BOS
 
 
+class SplitLibrary(NamedTuple):
+    """The standard library of a test."""
+
+    not_held_out: set[str]  # names of files
+    held_out: set[str]
+    text_ids: mock.Mock  # in the place of calibrate's: it keeps what it is given, and refuses
+
+    def names_read(self) -> list[set[str]]:
+        """The names of the files of each call of text_ids."""
+        calls = []
+        for call in self.text_ids.call_args_list:
+            files = call.args[1]
+            calls.append({file.name for file in files})
+        return calls
+
+
+@pytest.fixture
+def split_library(cli, tmp_path, monkeypatch) -> SplitLibrary:
+    """40 files in tmp_path, of which evaluation reads few, and fits and training the others. What
+    is installed in the library's folder is not of it."""
+    names = {f"{i}.py" for i in range(40)}
+    for name in names:
+        (tmp_path / name).write_text(name * 100)
+    for folder in ("site-packages", "dist-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text(folder * 100)
+    held_out = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
+    assert 0 < len(held_out) < 10
+    text_ids = mock.Mock(side_effect=UserError("read"))
+    monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
+    monkeypatch.setattr(calibrate, "text_ids", text_ids)
+    return SplitLibrary(names - held_out, held_out, text_ids)
+
+
+def test_what_evaluation_reads_is_never_calibrated_on(cli, split_library):
+    assert "read" in cli.refusal("fit --method sals")
+    assert split_library.names_read() == [split_library.not_held_out]
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_progress_is_one_rewritten_line_and_in_a_log_a_line_each_ten_seconds(
     is_terminal, capsys, monkeypatch
@@ -4823,14 +4879,19 @@ def test_progress_is_one_rewritten_line_and_in_a_log_a_line_each_ten_seconds(
 
 
 def test_a_fit_of_fdc_says_when_the_dense_model_predicts_nothing():
-    facts = {"rate": 0.0, "mean rank of q and k": 16.0, "mean rank of v": 16.0, "floor": 0.99}
-    facts["perplexity of dense's"] = 1.0
-    facts["accuracy of dense's"] = math.nan
-    assert calibrate.report_fit("fdc", facts).endswith(
-        "no token of this text right: try another text."
-    )
+    facts = {
+        "rate": 0.0,
+        "mean rank of q and k": 16.0,
+        "mean rank of v": 16.0,
+        "floor": 0.99,
+        "perplexity of dense's": 1.0,
+        "accuracy of dense's": math.nan,
+    }
+    report = calibrate.report_fit("fdc", facts)
+    assert report.endswith("no token of this text right: try another text.")
     facts["accuracy of dense's"] = 0.995
-    assert "It predicts 99.5% as many tokens right" in calibrate.report_fit("fdc", facts)
+    report = calibrate.report_fit("fdc", facts)
+    assert "It predicts 99.5% as many tokens right" in report
 
 
 def test_fit_is_of_one_process(monkeypatch):
@@ -6150,24 +6211,6 @@ def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
             generate.run_command(mock.Mock(side_effect=mistake))
         assert stop.value.code == code
     assert capsys.readouterr().err == "interrupted\nerror: first?[31m??x?last\n"
-
-
-def test_what_evaluation_reads_is_never_calibrated_on(cli, tmp_path, monkeypatch):
-    names = {f"{i}.py" for i in range(40)}
-    for name in names:
-        (tmp_path / name).write_text(name * 100)
-    # lie in the library's folder, but are not of it
-    for name in ("site-packages", "dist-packages"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.py").write_text(name * 100)
-    held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
-    assert 0 < len(held) < 10
-    read = mock.Mock(side_effect=UserError("read"))
-    monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
-    monkeypatch.setattr(calibrate, "text_ids", read)
-    assert "read" in cli.refusal("fit --method sals")
-    _, files, *_ = read.call_args.args
-    assert {file.name for file in files} == names - held
 
 
 def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, tmp_path):
