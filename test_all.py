@@ -986,6 +986,851 @@ def test_a_load_on_the_cpu_takes_little_more_memory_than_the_weights(tmp_path):
     assert sum(parameter.nbytes for parameter in loaded.parameters()) == size
 
 
+# --------------------------------------------------------------------------------------- tokenizers
+
+LLAMA2 = "tokenizers/llama2"
+LLAMA3 = "tokenizers/llama3"
+QWEN = "tokenizers/qwen2.5"
+STORIES = "stories260k"
+TEXTS = [
+    "",
+    " leading and  double   spaces ",
+    "\n\n\ttabs\r\nand lines\n",
+    "def f(x):\n    return x**2  # ü",
+    "0 12 345 6789 3.14159 1e-10 ²½",
+    "I'll don't WE'RE it's naïve café Ångström İstanbul",
+    "你好，世界。こんにちは 안녕하세요 Привет мир مرحبا नमस्ते",
+    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 zero\u200bwidth \u00a0 nbsp \u3000 wide",
+    "<|eot_id|> </s> <s> <|im_end|> [INST]" + "a" * 1000,
+    "\x00\x01\x7f\U0001f9ffx\U00020000",
+]
+
+
+def folder_of(name: str | Path) -> Path:
+    """A folder of ../shared/real, or skips the test."""
+    if not (REAL / name).exists():
+        pytest.skip(f"no {REAL / name}")
+    return REAL / name
+
+
+@functools.cache
+def real(name: str | Path):
+    """The tokenizer of such a folder."""
+    return load_tokenizer(folder_of(name))
+
+
+def source_code() -> str:
+    """A long text of Python."""
+    return Path(json.__file__).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory) -> Path:
+    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt by the command that
+    the error gives."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("qwen") / "folder"
+    shutil.copytree(folder_of(QWEN), folder)
+    message = r"merges\.txt without a tokenizer\.json; write one with: python -c"
+    with pytest.raises(UserError, match=message) as error:
+        load_tokenizer(folder)
+    code = shlex.split(str(error.value))[-1]
+    exec(code)
+    return folder
+
+
+def sentencepiece_of(name: str | Path) -> SentencePieceProcessor:
+    """The oracle of a tokenizer.model, in a folder or under its name in REAL."""
+    return SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
+
+
+def with_auto(folder: Path) -> tuple:
+    """The tokenizer of a folder, ours and transformers'."""
+    transformers = pytest.importorskip("transformers")
+    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
+    """Token ids of text in which names such as <|eot_id|> are those tokens."""
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    pattern = "|".join(re.escape(name) for name in names)
+    segments = []
+    for i, part in enumerate(re.split(f"({pattern})", text)):
+        is_name = i % 2 == 1  # re.split gives text and names in turn
+        if part:
+            segments.append((part, is_name))
+    return tokenizer.encode_segments(segments, bos)
+
+
+# ---- files of a tokenizer, made here
+
+# The 256 bytes as byte-level BPE writes them: characters that can be printed stand for themselves.
+GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
+GPT2_BYTES += [chr(256 + i) for i in range(68)]
+MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
+UNSPLIT = BYTE_LEVEL | {"use_regex": False}
+SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
+ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPEND = {"type": "Prepend", "prepend": "▁"}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
+
+
+def write_tiktoken(folder: Path, merges: list[str]) -> Path:
+    """A folder with a tokenizer.model like Llama 3's, of the 256 bytes and a few merges."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [bytes([byte]) for byte in range(256)]
+    words += [word.encode() for word in merges]
+    lines = []
+    for rank, word in enumerate(words):
+        lines.append(base64.b64encode(word) + b" %d\n" % rank)
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return folder
+
+
+def in_turn(*parts: dict) -> dict:
+    """Several steps of a tokenizer.json, one after the other."""
+    steps = list(parts)
+    return {"type": "Sequence", "pretokenizers": steps, "normalizers": steps, "processors": steps}
+
+
+def special_tokens(*names: str, first: int = 256) -> list[dict]:
+    """Added tokens of a tokenizer.json, with ids from `first` on."""
+    tokens = []
+    for i, name in enumerate(names):
+        token = {
+            "id": first + i,
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        tokens.append(token)
+    return tokens
+
+
+def added_tokens_decoder(tokens: list[dict]) -> dict[int, dict]:
+    """The same as a tokenizer_config.json has them: by their ids."""
+    by_id = {}
+    for token in tokens:
+        fields = dict(token)
+        by_id[fields.pop("id")] = fields
+    return by_id
+
+
+def tokenizer_json(
+    vocab: dict | None = None,
+    merges: list | tuple = (),
+    pre_tokenizer: dict | None = BYTE_LEVEL,
+    added: list | tuple = (),
+    model: dict | None = None,
+    **parts,
+) -> dict:
+    """The contents of a tokenizer.json; by default of single bytes.
+
+    model: changes to its model. parts: such as its post_processor."""
+    if vocab is None:
+        words = GPT2_BYTES + [merge.replace(" ", "") for merge in merges]
+        vocab = {word: i for i, word in enumerate(words)}
+    bpe = {"type": "BPE", "vocab": vocab, "merges": list(merges)}
+    data = {
+        "version": "1.0",
+        "added_tokens": list(added),
+        "normalizer": None,
+        "post_processor": None,
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": BYTE_LEVEL,
+        "model": bpe | (model or {}),
+    }
+    return data | parts
+
+
+def tokenizer_of(folder: Path, **files: dict):
+    """The tokenizer of a folder that gets these JSON files, beside those that it has."""
+    folder.mkdir(exist_ok=True)
+    for name, contents in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
+    return load_tokenizer(folder)
+
+
+# ---- ids that are known
+
+
+def test_llama3_vector_and_special_tokens():
+    tokenizer = real(LLAMA3)
+    ids = [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
+    assert encode_named(tokenizer, "This is a test sentence.<|end_of_text|>") == ids
+    assert tokenizer.encode("This", bos=False) == [2028]
+    assert tokenizer.vocab_size == 128256
+    assert tokenizer.bos_id == 128000
+    assert tokenizer.stop_ids == {128001, 128008, 128009}
+    assert len(tokenizer.special_tokens) == 256
+    assert tokenizer.special_tokens["<|python_tag|>"] == 128010
+    assert tokenizer.special_tokens["<|reserved_special_token_246|>"] == 128255
+
+
+# ---- oracles
+
+
+def test_llama3_against_transformers():
+    """It knows no control tokens of a bare tokenizer.model, so that their names are text to it."""
+    tokenizer, oracle = with_auto(folder_of(LLAMA3))
+    for text in [*TEXTS, "<|begin_of_text|><|eot_id|>", source_code()]:
+        ids = oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text) == [128000, *ids]
+        assert tokenizer.encode_continuation(text) == ids
+        assert tokenizer.decode(ids) == text
+        assert oracle.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", [NANO, LLAMA2, STORIES])
+def test_sentencepiece_oracle(name):
+    tokenizer = real(name)
+    oracle = sentencepiece_of(name)
+    for text in TEXTS:
+        ids = oracle.encode(text)
+        assert tokenizer.encode(text, bos=False) == ids
+        assert tokenizer.encode(text) == [1, *ids]
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+
+
+def test_qwen_against_transformers(qwen):
+    tokenizer, oracle = with_auto(qwen)
+    texts = [
+        *TEXTS,
+        "e\u0301 u\u0308 \u1100\u1161",
+        "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>",
+        "<tool_call>{}</tool_call> <|im_end|>",
+        source_code(),
+    ]
+    for path in sorted((REAL / "text").rglob("*.txt")):
+        texts.append(path.read_text(encoding="utf-8")[:20_000])
+    for text in texts:
+        expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text) == expected  # and no BOS
+
+
+def test_qwens_control_tokens_against_transformers(qwen):
+    tokenizer, oracle = with_auto(qwen)
+    text = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
+    assert encode_named(tokenizer, text) == oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.vocab_size == len(oracle)
+    assert tokenizer.bos_id is None
+    # <tool_call> is added but not special; <|im_start|> is special.
+    assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"
+
+
+def test_qwens_chat_against_transformers(qwen):
+    tokenizer, oracle = with_auto(qwen)
+    im_end = 151645
+    messages = [
+        {"role": "user", "content": "Hi <|im_end|>"},
+        {"role": "assistant", "content": "<tool_call>"},
+        {"role": "user", "content": " \u4f60\n"},
+    ]
+    for n in (1, 3):
+        chat = messages[:n]
+        ids = generate.encode_chat(tokenizer, chat)
+        text = oracle.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode_ids(ids) == text
+        # The template's own: one of the system's message, one of each message.
+        assert ids.count(im_end) == n + 1
+
+        plain = []  # transformers would take what the user wrote for a control token
+        for message in chat:
+            content = message["content"].replace("<|im_end|>", "")
+            plain.append({"role": message["role"], "content": content})
+        expected = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        assert generate.encode_chat(tokenizer, plain) == expected
+
+
+def llama2_folder(folder: Path, legacy: bool | None) -> Path:
+    """Llama 2's tokenizer.model with the settings of a Hugging Face folder."""
+    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", folder)
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "added_tokens_decoder": added_tokens_decoder(
+            special_tokens("<unk>", "<s>", "</s>", first=0)
+        ),
+        "add_bos_token": True,
+    }
+    if legacy is not None:
+        settings["legacy"] = legacy
+    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
+    return folder
+
+
+@pytest.mark.parametrize("legacy", [False, True, None])
+def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
+    """As a tokenizer.model, and as a tokenizer.json."""
+    tokenizer, oracle = with_auto(llama2_folder(tmp_path, legacy))
+    oracle.save_pretrained(tmp_path / "json")
+    from_json = load_tokenizer(tmp_path / "json")
+    for text in [*TEXTS, " ", " Hello", "Hello", "a <s> b", "\u2581a", "a  b"]:
+        ids = oracle.encode(text, split_special_tokens=True)
+        decoded = oracle.decode(ids, skip_special_tokens=True)
+        assert from_json.encode(text) == ids
+        assert from_json.decode(ids) == decoded
+        if "  " not in text:  # transformers takes other merges of two spaces from a tokenizer.model
+            assert tokenizer.encode(text) == ids
+            assert tokenizer.decode(ids) == decoded
+
+    named = "<s>[INST] Hi [/INST] Hello </s><s>[INST] "
+    for each in (tokenizer, from_json):
+        assert each.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
+        assert each.stop_ids == {2}
+        begun = each.decode(each.encode("a"))
+        more = each.decode(each.encode_continuation(" b"), [1, 263])  # after those of "a"
+        assert begun + more == "a b"
+        assert encode_named(each, named) == oracle.encode(named, add_special_tokens=False)
+
+
+# A vocabulary that lacks some of the bytes.
+VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}
+UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0]]
+UNIGRAM += [[character, -9.0] for character in "▁<>|/sendabht12."]
+# Tokenizers whose library makes a control token of text: <|end|>, of this id.
+MAKE_A_CONTROL_TOKEN = {
+    "word": (
+        VOCAB["<|end|>"],
+        {
+            "vocab": VOCAB,
+            "pre_tokenizer": in_turn(SPLIT, UNSPLIT),
+            "model": {"ignore_merges": True},
+        },
+    ),
+    "unknown": (
+        VOCAB["<|end|>"],
+        {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
+    ),
+    "unigram": (
+        2,
+        {
+            "model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0},
+            "pre_tokenizer": METASPACE,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKE_A_CONTROL_TOKEN)
+def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(name, tmp_path):
+    end, parts = MAKE_A_CONTROL_TOKEN[name]
+    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=end))
+    tokenizer = tokenizer_of(tmp_path, tokenizer=data)
+    for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
+        assert end not in tokenizer.encode(text)
+    letters = []
+    for character in "<|end|>":
+        letters += tokenizer.encode_continuation(character)
+    assert tokenizer.encode("a.<|end|>")[-7:] == letters
+    assert encode_named(tokenizer, "<|end|>") == [end]
+
+
+class Spaced(NamedTuple):
+    """What puts a space before a text, in a tokenizer.json, and the same without it."""
+
+    spaced: dict
+    plain: dict
+    comes_again: bool  # after a control token
+
+
+SPACED = {
+    "first": Spaced(
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "first"}},
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
+        comes_again=False,
+    ),
+    "always": Spaced(
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "always"}},
+        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
+        comes_again=True,
+    ),
+    "prepend": Spaced(
+        {"normalizer": in_turn(PREPEND, ESCAPE)},
+        {"normalizer": ESCAPE},
+        comes_again=True,
+    ),
+    "bytes": Spaced(
+        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+        {"pre_tokenizer": BYTE_LEVEL},
+        comes_again=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_text_that_goes_on_gets_no_space(name, tmp_path):
+    case = SPACED[name]
+    _, nano = with_auto(NANO)
+    base = json.loads(nano.backend_tokenizer.to_str())
+    base["normalizer"] = None
+    base["pre_tokenizer"] = None
+    base["post_processor"] = None
+    base["added_tokens"] = special_tokens("<|end|>", first=4096)
+    spaced = tokenizer_of(tmp_path / "spaced", tokenizer=base | case.spaced)
+    plain = tokenizer_of(tmp_path / "plain", tokenizer=base | case.plain)
+    for text in TEXTS:
+        assert spaced.encode_continuation(text) == plain.encode(text)
+    assert spaced.encode("the") != plain.encode("the")
+    after = spaced if case.comes_again else plain
+    expected = [*spaced.encode("the"), 4096, *after.encode("the")]
+    assert encode_named(spaced, "the<|end|>the") == expected
+
+
+ADDED = [  # name, which flags it has
+    ("<think>", {}),
+    ("  ", {"single_word": True}),
+    ("xx", {"lstrip": True}),
+    ("a<t", {"rstrip": True}),
+    ("<t>", {"lstrip": True, "rstrip": True}),
+    ("   ", {}),
+    (" x", {"single_word": True}),
+    ("e\u0301x", {"lstrip": True}),
+    ("<t>>", {"rstrip": True}),
+    ("<|end|>", {"lstrip": True, "rstrip": True}),
+]
+
+
+def random_texts(alphabet: list[str], count: int) -> list[str]:
+    """Texts of one to eight entries of an alphabet."""
+    rng = random.Random(0)
+    texts = []
+    for _ in range(count):
+        entries = rng.choices(alphabet, k=rng.randrange(1, 9))
+        texts.append("".join(entries))
+    return texts
+
+
+def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
+    shutil.copy(NANO / "tokenizer.model", tmp_path)
+    tokens = special_tokens(*(name for name, _ in ADDED), first=4096)
+    for token, (name, flags) in zip(tokens, ADDED, strict=True):
+        token |= flags
+        token["special"] = name == "<|end|>"
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "added_tokens_decoder": added_tokens_decoder(tokens),
+    }
+    config = {"model_type": "llama", "vocab_size": 4120}
+    tokenizer_of(tmp_path, config=config, tokenizer_config=settings)
+    tokenizer, auto = with_auto(tmp_path)
+    oracle = auto.backend_tokenizer
+    oracle.encode_special_tokens = True
+
+    alphabet = ["the", "  ", " ", "\n", "\u00e9", "<", "<t", "<t>", "<think>", "<|end|>", "<s>"]
+    alphabet += ["xx", "x", "a", "A", "!", "."]
+    for text in TEXTS + random_texts(alphabet, 500):
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, bos=False) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+    assert tokenizer.vocab_size == 4106
+    assert tokenizer.stop_ids == {2, 4105}
+    # The model has more ids, which stand for no text.
+    assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"
+    for outside in (4120, -1):
+        with pytest.raises(UserError, match=f"{outside} is outside"):
+            tokenizer.decode([4, outside])
+
+
+SENTENCEPIECE_KINDS = [  # model_type, normalization_rule_name
+    ("bpe", "identity"),
+    ("bpe", "nmt_nfkc"),
+    ("unigram", "nmt_nfkc"),
+]
+SPACES = [  # add_dummy_prefix, remove_extra_whitespaces
+    (False, False),
+    (True, True),
+    (True, False),
+]
+
+
+@pytest.mark.parametrize("kind, rule", SENTENCEPIECE_KINDS)
+@pytest.mark.parametrize("adds_space, removes_spaces", SPACES)
+def test_sentencepiece_models_of_other_kinds(kind, rule, adds_space, removes_spaces, tmp_path):
+    """Words that users defined are found in text, but for a control token's name."""
+    file = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["hello there", "hello world"] * 9),
+        model_writer=file,
+        model_type=kind,
+        normalization_rule_name=rule,
+        add_dummy_prefix=adds_space,
+        remove_extra_whitespaces=removes_spaces,
+        user_defined_symbols=["<|im_end|>", "<think>"],
+        bos_id=-1,
+        byte_fallback=True,
+        vocab_size=300,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
+    oracle = sentencepiece_of(tmp_path)
+    end = oracle.piece_to_id("<|im_end|>")
+    added = {str(end): {"content": "<|im_end|>", "special": True}}
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": added})
+    for text in ("hello there", "  hello  world ", " ", "a<think>b", "\u00bd \ufb01\t\tx"):
+        ids = oracle.encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == oracle.decode(ids)
+    assert end in oracle.encode("<|im_end|>a")
+    assert end not in tokenizer.encode("hello<|im_end|> a")
+    assert tokenizer.bos_id is None
+    assert tokenizer.stop_ids == {2, end}
+    in_two_parts = tokenizer.encode("hello") + tokenizer.encode_continuation(" world")
+    assert in_two_parts == tokenizer.encode("hello world")
+
+
+def test_a_long_run_of_one_character(tmp_path):
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
+    assert len(tokenizer.encode(" " * 400_000, bos=False)) == 200_000
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize("name", [NANO, LLAMA2, LLAMA3, QWEN, STORIES])
+def test_stream_decoder(name, request):
+    """It gives what decoding at once gives, which is the text (of all but the stories' few
+    pieces)."""
+    if name == QWEN:
+        tokenizer = load_tokenizer(request.getfixturevalue("qwen"))
+    else:
+        tokenizer = real(name)
+    for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
+        ids = tokenizer.encode(text)
+        decoder = model_file.StreamDecoder(tokenizer)
+        pieces = [decoder.push(token) for token in ids]
+        assert decoder.flush() == ""
+        for piece in pieces:
+            assert "\ufffd" not in piece
+        assert "".join(pieces) == tokenizer.decode(ids)
+        if name != STORIES:
+            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+
+    # Random words, of which none is a single byte.
+    rng = random.Random(0)
+    first = 259 if name in (NANO, LLAMA2, STORIES) else 0
+    words = range(first, tokenizer.vocab_size)
+    special = tokenizer.special_tokens.values()
+    for _ in range(200):
+        ids = [token for token in rng.choices(words, k=20) if token not in special]
+        assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
+
+
+def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path, []))
+    decoder = model_file.StreamDecoder(tokenizer)
+    pieces = [decoder.push(byte) for byte in "a你b".encode()]
+    assert pieces == ["a", "", "", "你", "b"]
+    pieces = [decoder.push(byte) for byte in "👍".encode()[:3]]
+    assert pieces == ["", "", ""]
+    assert decoder.flush() == "\ufffd"
+
+
+def test_a_stream_after_a_prompt_has_its_first_space():
+    """In a sentencepiece model a text's first space is no part of the text."""
+    tokenizer = load_tokenizer(NANO)
+    before = tokenizer.encode("the")
+    ids = tokenizer.encode_continuation(" world")
+    decoder = model_file.StreamDecoder(tokenizer, before)
+    pieces = [decoder.push(token) for token in ids]
+    assert "".join(pieces) == " world"
+    assert tokenizer.decode(ids, before) == " world"
+    assert tokenizer.decode(ids) == "world"
+
+
+# ---- BOS, stop ids, added tokens
+
+
+def bos_first(ids: list) -> dict:
+    """A post-processor that puts <s> first, which has these ids."""
+    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text_a = {"Sequence": {"id": "A", "type_id": 0}}
+    text_b = {"Sequence": {"id": "B", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, text_a],
+        "pair": [bos, text_a, text_b],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": ["<s>"]}},
+    }
+
+
+PUTS_BOS = in_turn(BYTE_LEVEL, bos_first([256]))
+BOS_CASES = {  # post-processor, tokenizer_config.json, the ids of "!"
+    "plain": (None, {"bos_token": "<s>"}, [0]),
+    "template": (PUTS_BOS, {}, [256, 0]),
+    "off": (PUTS_BOS, {"add_bos_token": False}, [0]),
+    "null": (PUTS_BOS, {"add_bos_token": None, "bos_token": "<x>"}, [256, 0]),
+    "on": (None, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BOS_CASES)
+def test_bos_is_added_as_the_files_say(name, tmp_path):
+    post_processor, settings, expected = BOS_CASES[name]
+    data = tokenizer_json(added=special_tokens("<s>", "<x>"), post_processor=post_processor)
+    tokenizer = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings)
+    assert tokenizer.bos_id == 256
+    assert tokenizer.encode("!") == expected
+    assert tokenizer.encode("!", bos=False) == [0]
+    assert encode_named(tokenizer, "<s>!") == [256, 0]  # never twice
+
+
+BOS_AND_END = {"bos_token": "<bos>", "eos_token": "<end>"}
+SPECIAL_TOKEN_SETTINGS = [  # tokenizer_config.json
+    {
+        "bos_token": {"content": "<bos>", "__type": "AddedToken"},
+        "eos_token": {"content": "<end>", "__type": "AddedToken"},
+    },
+    {"bos_token": "<bos>", "eos_token": "<x>", "additional_special_tokens": ["<x>"]},
+    BOS_AND_END | {"extra_special_tokens": ["<x>"]},
+    BOS_AND_END | {"extra_special_tokens": {"image_token": "<x>"}},
+]
+
+
+@pytest.mark.parametrize("settings", SPECIAL_TOKEN_SETTINGS)
+def test_special_tokens_are_those_that_transformers_knows(settings, tmp_path):
+    """They are in the vocabulary, and no list of added tokens has them, or not as special."""
+    words = [*GPT2_BYTES, "<bos>", "<end>", "<x>"]
+    vocab = {word: i for i, word in enumerate(words)}
+    added = special_tokens("<x>", first=258)
+    added[0]["special"] = False
+    tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(vocab, added=added),
+        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
+    )
+    tokenizer, oracle = with_auto(tmp_path)
+    assert tokenizer.special_tokens == {name: vocab[name] for name in oracle.all_special_tokens}
+    assert tokenizer.chat_variables == oracle.special_tokens_map
+    assert tokenizer.stop_ids == {oracle.eos_token_id}
+    text = "a <bos><end> <x>"
+    named = encode_named(tokenizer, text, bos=False)
+    assert named == oracle.encode(text, add_special_tokens=False)
+    special_ids = set(tokenizer.special_tokens.values())
+    assert not special_ids & set(tokenizer.encode(text))
+
+
+def test_stop_ids_come_from_every_file(tmp_path):
+    tokenizer = tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(added=special_tokens("<end>", "<|eom_id|>", "<x>")),
+        config={"eos_token_id": 7},
+        generation_config={"eos_token_id": [3, 4]},
+        tokenizer_config={"eos_token": {"content": "<end>"}},
+    )
+    assert tokenizer.stop_ids == {3, 4, 7, 256, 257}
+    # <|eom_id|> is known by its name.
+    tokenizer = tokenizer_of(
+        tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={}
+    )
+    assert tokenizer.stop_ids == {257}
+
+
+def test_a_tokenizer_model_has_the_names_that_llama_has():
+    assert load_tokenizer(NANO).chat_variables == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+# ---- chat
+
+# What the templates of models do: text between tokens, refusals, dates, a look into answers.
+TEMPLATES = {
+    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}
+        {%- set system = messages[0].content %}
+        {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}
+        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate!') }}
+        {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
+            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}
+            {{- m.content + '[/INST]' }}
+        {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
+    "Phi-3": "{% for m in messages %}"
+    "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "Llama 3.1": """{{- bos_token }}
+        {%- if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}
+        {%- if tools is not none %}{{ raise_exception('tools') }}{% endif %}
+        {{- '<|im_start|>Today: ' + date + '<|im_end|>' + messages | tojson(indent=2) }}
+        {%- for m in messages %}{% if loop.index > 4 %}{% break %}{% endif %}
+    {%- generation %}
+    <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
+    {% endgeneration %}
+        {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
+}
+TURNS = [
+    {"role": "user", "content": "Hi, I'm  \u00fc"},
+    {"role": "assistant", "content": " Four. "},
+    {"role": "user", "content": "\nwhy?\n"},
+    {"role": "assistant", "content": "<think>\nwell\n</think>\n\nSo."},
+    {"role": "user", "content": "a b c \ue000"},
+]
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHATS = [
+    TURNS[:1],
+    TURNS[:3],
+    TURNS,
+    [SYSTEM, *TURNS[:1]],
+    [SYSTEM, *TURNS[:3]],
+    [SYSTEM, *TURNS],
+]
+CHAT_TOKENS = [  # name, flags in a sentencepiece model's folder
+    ("[INST]", {}),
+    ("[/INST]", {}),
+    ("<|system|>", {"rstrip": True}),  # as Phi-3's
+    ("<|user|>", {"rstrip": True}),
+    ("<|assistant|>", {"rstrip": True}),
+    ("<|end|>", {"rstrip": True, "lstrip": True}),  # as Phi-4's
+    ("<|im_start|>", {}),
+    ("<|im_end|>", {"lstrip": True}),
+]
+
+
+def chat_folder(folder: Path, kind: str, template: str) -> Path:
+    """A folder with a chat template, and a tokenizer of this kind: a sentencepiece model that puts
+    a space before the "first" text, or before "always" each, or a BPE of "bytes"."""
+    names = [name for name, _ in CHAT_TOKENS]
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    if kind == "bytes":
+        added = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
+        added[-1]["lstrip"] = True
+        data = tokenizer_json(merges=MERGES, added=added)
+        tokenizer_of(folder, tokenizer=data)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings["legacy"] = False
+        settings["added_tokens_decoder"] = {}
+    else:
+        shutil.copy(NANO / "tokenizer.model", folder)
+        added = special_tokens(*names, first=4096)
+        for token, (_, flags) in zip(added, CHAT_TOKENS, strict=True):
+            token |= flags
+        settings["tokenizer_class"] = "LlamaTokenizer"
+        settings["legacy"] = kind == "always"
+        settings["added_tokens_decoder"] = added_tokens_decoder(added)
+    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
+    return folder
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["first", "always", "bytes"])
+def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
+    """And so are the chats that a template refuses."""
+    tokenizer, oracle = with_auto(chat_folder(tmp_path, kind, TEMPLATES[name]))
+    for messages in CHATS:
+        try:
+            expected = oracle.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:
+            with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
+                generate.encode_chat(tokenizer, messages)
+        else:
+            assert generate.encode_chat(tokenizer, messages) == expected
+
+
+def test_no_message_becomes_a_control_token(tmp_path):
+    """Names of one character, within one another, side by side, and characters that might be
+    marks."""
+    names = ["你", "你你", "<a>", "b<a>", "[<a>]", "\ue001"]
+    template = "<a>{% for m in messages %}{{ m.content | trim }}你你{% endfor %}"
+    tokenizer = tokenizer_of(
+        tmp_path,
+        tokenizer=tokenizer_json(added=special_tokens(*names)),
+        tokenizer_config={"chat_template": template},
+    )
+    alphabet = [*names, "<", "a", ">", "[", "]", "b", "x", " ", "\ue000", "\ue002", "\U000f0000"]
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(alphabet, k=8))
+        ids = generate.encode_chat(tokenizer, [{"role": "user", "content": text}])
+        # The template's own <a> and 你你, and text between them.
+        assert ids == [258, *tokenizer.encode(text.strip()), 257]
+
+
+def test_where_a_chat_template_comes_from(tmp_path):
+    """From tokenizer_config.json, of several the default; a file of its own counts more. It may not
+    look into Python."""
+    several = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    tokenizer = tokenizer_of(
+        tmp_path, tokenizer=tokenizer_json(), tokenizer_config={"chat_template": several}
+    )
+    assert tokenizer.chat_template == "b"
+
+    template = "{{ ''.__class__.mro() }}"
+    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"chat_template": template})
+    with pytest.raises(UserError, match="unsafe"):
+        generate.encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
+
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert load_tokenizer(tmp_path).chat_template == "file"
+
+
+# ---- bad files
+
+GOOD = json.dumps(tokenizer_json())
+CUT_OFF = (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape")
+NOT_BYTES = "\udcff"  # which is written as a byte that no UTF-8 text has
+NOT_VALID = ": not a valid tokenizer; download it again"
+BAD_TOKENIZERS = [  # the files of a folder, what the error says
+    ({"tokenizer.json": "{}"}, NOT_VALID),
+    ({"tokenizer.json": tokenizer_json(model={"merges": 5})}, NOT_VALID),
+    ({"tokenizer.json": tokenizer_json(model={"merges": ["a b"]})}, NOT_VALID),
+    ({"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"}, NOT_VALID),
+    ({"tokenizer.model": "YWI= 0\nYWM= 2\n"}, NOT_VALID),  # a rank is missing
+    ({"tokenizer.model": "YQ== 0\nYg== 1\n"}, NOT_VALID),  # bytes are missing
+    ({"tokenizer.model": "YQ== 0\nYg==\n"}, NOT_VALID),
+    ({"tokenizer.model": CUT_OFF}, NOT_VALID),
+    ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
+    ({"tokenizer.json": "[]"}, ": no JSON object; download it again"),
+    ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
+    ({"tokenizer.json": NOT_BYTES}, "tokenizer.json: not valid JSON; download"),
+    (
+        {"tokenizer.json": tokenizer_json(added=special_tokens("<x>", first=300))},
+        "<x> cannot have the id 300",
+    ),
+    ({}, "no tokenizer.json and no tokenizer.model"),
+    ({"vocab.json": "{}"}, "no tokenizer.json and no tokenizer.model"),
+    (
+        {"vocab.json": '{"a": 0}', "merges.txt": "a b"},
+        "merges.txt without a tokenizer.json; write one with: python",
+    ),
+    (
+        {"tokenizer.json": GOOD, "tokenizer_config.json": "{"},
+        "tokenizer_config.json: not valid JSON",
+    ),
+    (
+        {"tokenizer.json": GOOD, "chat_template.jinja": NOT_BYTES},
+        "chat_template.jinja: not UTF-8 text",
+    ),
+    ({"tokenizer.json": GOOD, "config.json": '{"a":'}, "config.json: not valid JSON"),
+]
+
+
+@pytest.mark.parametrize("files, message", BAD_TOKENIZERS)
+def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
+    """And a library that reads them prints nothing."""
+    for name, contents in files.items():
+        if isinstance(contents, dict):
+            contents = json.dumps(contents)
+        (tmp_path / name).write_text(contents, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError) as error:
+        load_tokenizer(tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
 # ------------------------------------------------------------------- the exactness ladder, in full
 
 
@@ -2750,851 +3595,6 @@ def test_causal_attention_over_a_past(group, dim, monkeypatch):
         live = torch.ones(n, past + n, dtype=torch.bool, device=DEVICE).tril(past)
         want = F.scaled_dot_product_attention(*heads, attn_mask=live).transpose(0, 1)
         assert error(model_file.causal_attention(q, *kv), want) < bound, (dtype, n, past)
-
-
-# --------------------------------------------------------------------------------------- tokenizers
-
-LLAMA2 = "tokenizers/llama2"
-LLAMA3 = "tokenizers/llama3"
-QWEN = "tokenizers/qwen2.5"
-STORIES = "stories260k"
-TEXTS = [
-    "",
-    " leading and  double   spaces ",
-    "\n\n\ttabs\r\nand lines\n",
-    "def f(x):\n    return x**2  # ü",
-    "0 12 345 6789 3.14159 1e-10 ²½",
-    "I'll don't WE'RE it's naïve café Ångström İstanbul",
-    "你好，世界。こんにちは 안녕하세요 Привет мир مرحبا नमस्ते",
-    "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 zero\u200bwidth \u00a0 nbsp \u3000 wide",
-    "<|eot_id|> </s> <s> <|im_end|> [INST]" + "a" * 1000,
-    "\x00\x01\x7f\U0001f9ffx\U00020000",
-]
-
-
-def folder_of(name: str | Path) -> Path:
-    """A folder of ../shared/real, or skips the test."""
-    if not (REAL / name).exists():
-        pytest.skip(f"no {REAL / name}")
-    return REAL / name
-
-
-@functools.cache
-def real(name: str | Path):
-    """The tokenizer of such a folder."""
-    return load_tokenizer(folder_of(name))
-
-
-def source_code() -> str:
-    """A long text of Python."""
-    return Path(json.__file__).read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
-def qwen(tmp_path_factory) -> Path:
-    """A folder with Qwen's tokenizer.json, made from vocab.json and merges.txt by the command that
-    the error gives."""
-    pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("qwen") / "folder"
-    shutil.copytree(folder_of(QWEN), folder)
-    message = r"merges\.txt without a tokenizer\.json; write one with: python -c"
-    with pytest.raises(UserError, match=message) as error:
-        load_tokenizer(folder)
-    code = shlex.split(str(error.value))[-1]
-    exec(code)
-    return folder
-
-
-def sentencepiece_of(name: str | Path) -> SentencePieceProcessor:
-    """The oracle of a tokenizer.model, in a folder or under its name in REAL."""
-    return SentencePieceProcessor(model_file=str(folder_of(name) / "tokenizer.model"))
-
-
-def with_auto(folder: Path) -> tuple:
-    """The tokenizer of a folder, ours and transformers'."""
-    transformers = pytest.importorskip("transformers")
-    return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def encode_named(tokenizer, text: str, bos: bool = True) -> list[int]:
-    """Token ids of text in which names such as <|eot_id|> are those tokens."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    pattern = "|".join(re.escape(name) for name in names)
-    segments = []
-    for i, part in enumerate(re.split(f"({pattern})", text)):
-        is_name = i % 2 == 1  # re.split gives text and names in turn
-        if part:
-            segments.append((part, is_name))
-    return tokenizer.encode_segments(segments, bos)
-
-
-# ---- files of a tokenizer, made here
-
-# The 256 bytes as byte-level BPE writes them: characters that can be printed stand for themselves.
-GPT2_BYTES = [chr(b) for b in range(256) if 33 <= b < 127 or 161 <= b < 173 or b >= 174]
-GPT2_BYTES += [chr(256 + i) for i in range(68)]
-MERGES = ["1 2", "Ġ 12", "t h", "th e", "Ġ the", "a .", ". .", "Ġ Ġ", "! !"]
-BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": True,
-}
-UNSPLIT = BYTE_LEVEL | {"use_regex": False}
-SPLIT = {"type": "Split", "pattern": {"String": "."}, "behavior": "Isolated", "invert": False}
-ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-PREPEND = {"type": "Prepend", "prepend": "▁"}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
-
-
-def write_tiktoken(folder: Path, merges: list[str]) -> Path:
-    """A folder with a tokenizer.model like Llama 3's, of the 256 bytes and a few merges."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [bytes([byte]) for byte in range(256)]
-    words += [word.encode() for word in merges]
-    lines = []
-    for rank, word in enumerate(words):
-        lines.append(base64.b64encode(word) + b" %d\n" % rank)
-    (folder / "tokenizer.model").write_bytes(b"".join(lines))
-    return folder
-
-
-def in_turn(*parts: dict) -> dict:
-    """Several steps of a tokenizer.json, one after the other."""
-    steps = list(parts)
-    return {"type": "Sequence", "pretokenizers": steps, "normalizers": steps, "processors": steps}
-
-
-def special_tokens(*names: str, first: int = 256) -> list[dict]:
-    """Added tokens of a tokenizer.json, with ids from `first` on."""
-    tokens = []
-    for i, name in enumerate(names):
-        token = {
-            "id": first + i,
-            "content": name,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
-        tokens.append(token)
-    return tokens
-
-
-def added_tokens_decoder(tokens: list[dict]) -> dict[int, dict]:
-    """The same as a tokenizer_config.json has them: by their ids."""
-    by_id = {}
-    for token in tokens:
-        fields = dict(token)
-        by_id[fields.pop("id")] = fields
-    return by_id
-
-
-def tokenizer_json(
-    vocab: dict | None = None,
-    merges: list | tuple = (),
-    pre_tokenizer: dict | None = BYTE_LEVEL,
-    added: list | tuple = (),
-    model: dict | None = None,
-    **parts,
-) -> dict:
-    """The contents of a tokenizer.json; by default of single bytes.
-
-    model: changes to its model. parts: such as its post_processor."""
-    if vocab is None:
-        words = GPT2_BYTES + [merge.replace(" ", "") for merge in merges]
-        vocab = {word: i for i, word in enumerate(words)}
-    bpe = {"type": "BPE", "vocab": vocab, "merges": list(merges)}
-    data = {
-        "version": "1.0",
-        "added_tokens": list(added),
-        "normalizer": None,
-        "post_processor": None,
-        "pre_tokenizer": pre_tokenizer,
-        "decoder": BYTE_LEVEL,
-        "model": bpe | (model or {}),
-    }
-    return data | parts
-
-
-def tokenizer_of(folder: Path, **files: dict):
-    """The tokenizer of a folder that gets these JSON files, beside those that it has."""
-    folder.mkdir(exist_ok=True)
-    for name, contents in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(contents), encoding="utf-8")
-    return load_tokenizer(folder)
-
-
-# ---- ids that are known
-
-
-def test_llama3_vector_and_special_tokens():
-    tokenizer = real(LLAMA3)
-    ids = [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
-    assert encode_named(tokenizer, "This is a test sentence.<|end_of_text|>") == ids
-    assert tokenizer.encode("This", bos=False) == [2028]
-    assert tokenizer.vocab_size == 128256
-    assert tokenizer.bos_id == 128000
-    assert tokenizer.stop_ids == {128001, 128008, 128009}
-    assert len(tokenizer.special_tokens) == 256
-    assert tokenizer.special_tokens["<|python_tag|>"] == 128010
-    assert tokenizer.special_tokens["<|reserved_special_token_246|>"] == 128255
-
-
-# ---- oracles
-
-
-def test_llama3_against_transformers():
-    """It knows no control tokens of a bare tokenizer.model, so that their names are text to it."""
-    tokenizer, oracle = with_auto(folder_of(LLAMA3))
-    for text in [*TEXTS, "<|begin_of_text|><|eot_id|>", source_code()]:
-        ids = oracle.encode(text, add_special_tokens=False)
-        assert tokenizer.encode(text) == [128000, *ids]
-        assert tokenizer.encode_continuation(text) == ids
-        assert tokenizer.decode(ids) == text
-        assert oracle.decode(ids) == text
-
-
-@pytest.mark.parametrize("name", [NANO, LLAMA2, STORIES])
-def test_sentencepiece_oracle(name):
-    tokenizer = real(name)
-    oracle = sentencepiece_of(name)
-    for text in TEXTS:
-        ids = oracle.encode(text)
-        assert tokenizer.encode(text, bos=False) == ids
-        assert tokenizer.encode(text) == [1, *ids]
-        assert tokenizer.decode(ids) == oracle.decode(ids)
-
-
-def test_qwen_against_transformers(qwen):
-    tokenizer, oracle = with_auto(qwen)
-    texts = [
-        *TEXTS,
-        "e\u0301 u\u0308 \u1100\u1161",
-        "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>",
-        "<tool_call>{}</tool_call> <|im_end|>",
-        source_code(),
-    ]
-    for path in sorted((REAL / "text").rglob("*.txt")):
-        texts.append(path.read_text(encoding="utf-8")[:20_000])
-    for text in texts:
-        expected = oracle.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert tokenizer.encode(text) == expected  # and no BOS
-
-
-def test_qwens_control_tokens_against_transformers(qwen):
-    tokenizer, oracle = with_auto(qwen)
-    text = "<|im_start|>user\nHi<|im_end|>\n<tool_call>"
-    assert encode_named(tokenizer, text) == oracle.encode(text, add_special_tokens=False)
-    assert tokenizer.vocab_size == len(oracle)
-    assert tokenizer.bos_id is None
-    # <tool_call> is added but not special; <|im_start|> is special.
-    assert tokenizer.decode([151657, 151644, 13048]) == "<tool_call>Hi"
-
-
-def test_qwens_chat_against_transformers(qwen):
-    tokenizer, oracle = with_auto(qwen)
-    im_end = 151645
-    messages = [
-        {"role": "user", "content": "Hi <|im_end|>"},
-        {"role": "assistant", "content": "<tool_call>"},
-        {"role": "user", "content": " \u4f60\n"},
-    ]
-    for n in (1, 3):
-        chat = messages[:n]
-        ids = generate.encode_chat(tokenizer, chat)
-        text = oracle.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        assert tokenizer.decode_ids(ids) == text
-        # The template's own: one of the system's message, one of each message.
-        assert ids.count(im_end) == n + 1
-
-        plain = []  # transformers would take what the user wrote for a control token
-        for message in chat:
-            content = message["content"].replace("<|im_end|>", "")
-            plain.append({"role": message["role"], "content": content})
-        expected = oracle.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-        assert generate.encode_chat(tokenizer, plain) == expected
-
-
-def llama2_folder(folder: Path, legacy: bool | None) -> Path:
-    """Llama 2's tokenizer.model with the settings of a Hugging Face folder."""
-    shutil.copy(folder_of(LLAMA2) / "tokenizer.model", folder)
-    settings = {
-        "tokenizer_class": "LlamaTokenizer",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "added_tokens_decoder": added_tokens_decoder(
-            special_tokens("<unk>", "<s>", "</s>", first=0)
-        ),
-        "add_bos_token": True,
-    }
-    if legacy is not None:
-        settings["legacy"] = legacy
-    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
-    return folder
-
-
-@pytest.mark.parametrize("legacy", [False, True, None])
-def test_llama2_and_mistral_against_transformers(legacy, tmp_path):
-    """As a tokenizer.model, and as a tokenizer.json."""
-    tokenizer, oracle = with_auto(llama2_folder(tmp_path, legacy))
-    oracle.save_pretrained(tmp_path / "json")
-    from_json = load_tokenizer(tmp_path / "json")
-    for text in [*TEXTS, " ", " Hello", "Hello", "a <s> b", "\u2581a", "a  b"]:
-        ids = oracle.encode(text, split_special_tokens=True)
-        decoded = oracle.decode(ids, skip_special_tokens=True)
-        assert from_json.encode(text) == ids
-        assert from_json.decode(ids) == decoded
-        if "  " not in text:  # transformers takes other merges of two spaces from a tokenizer.model
-            assert tokenizer.encode(text) == ids
-            assert tokenizer.decode(ids) == decoded
-
-    named = "<s>[INST] Hi [/INST] Hello </s><s>[INST] "
-    for each in (tokenizer, from_json):
-        assert each.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
-        assert each.stop_ids == {2}
-        begun = each.decode(each.encode("a"))
-        more = each.decode(each.encode_continuation(" b"), [1, 263])  # after those of "a"
-        assert begun + more == "a b"
-        assert encode_named(each, named) == oracle.encode(named, add_special_tokens=False)
-
-
-# A vocabulary that lacks some of the bytes.
-VOCAB = {word: i for i, word in enumerate([*GPT2_BYTES[:188], "12", "<|end|>"])}
-UNIGRAM = [["<unk>", 0.0], ["<s>", 0.0], ["<|end|>", 0.0]]
-UNIGRAM += [[character, -9.0] for character in "▁<>|/sendabht12."]
-# Tokenizers whose library makes a control token of text: <|end|>, of this id.
-MAKE_A_CONTROL_TOKEN = {
-    "word": (
-        VOCAB["<|end|>"],
-        {
-            "vocab": VOCAB,
-            "pre_tokenizer": in_turn(SPLIT, UNSPLIT),
-            "model": {"ignore_merges": True},
-        },
-    ),
-    "unknown": (
-        VOCAB["<|end|>"],
-        {"vocab": VOCAB, "model": {"unk_token": "<|end|>"}},
-    ),
-    "unigram": (
-        2,
-        {
-            "model": {"type": "Unigram", "vocab": UNIGRAM, "unk_id": 0},
-            "pre_tokenizer": METASPACE,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MAKE_A_CONTROL_TOKEN)
-def test_no_text_becomes_a_control_token_that_the_library_makes_of_it(name, tmp_path):
-    end, parts = MAKE_A_CONTROL_TOKEN[name]
-    data = tokenizer_json(**parts, added=special_tokens("<|end|>", first=end))
-    tokenizer = tokenizer_of(tmp_path, tokenizer=data)
-    for text in ("<|end|>", "a.<|end|>", "a<|end|>b", "你"):
-        assert end not in tokenizer.encode(text)
-    letters = []
-    for character in "<|end|>":
-        letters += tokenizer.encode_continuation(character)
-    assert tokenizer.encode("a.<|end|>")[-7:] == letters
-    assert encode_named(tokenizer, "<|end|>") == [end]
-
-
-class Spaced(NamedTuple):
-    """What puts a space before a text, in a tokenizer.json, and the same without it."""
-
-    spaced: dict
-    plain: dict
-    comes_again: bool  # after a control token
-
-
-SPACED = {
-    "first": Spaced(
-        {"pre_tokenizer": METASPACE | {"prepend_scheme": "first"}},
-        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
-        comes_again=False,
-    ),
-    "always": Spaced(
-        {"pre_tokenizer": METASPACE | {"prepend_scheme": "always"}},
-        {"pre_tokenizer": METASPACE | {"prepend_scheme": "never"}},
-        comes_again=True,
-    ),
-    "prepend": Spaced(
-        {"normalizer": in_turn(PREPEND, ESCAPE)},
-        {"normalizer": ESCAPE},
-        comes_again=True,
-    ),
-    "bytes": Spaced(
-        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
-        {"pre_tokenizer": BYTE_LEVEL},
-        comes_again=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SPACED)
-def test_text_that_goes_on_gets_no_space(name, tmp_path):
-    case = SPACED[name]
-    _, nano = with_auto(NANO)
-    base = json.loads(nano.backend_tokenizer.to_str())
-    base["normalizer"] = None
-    base["pre_tokenizer"] = None
-    base["post_processor"] = None
-    base["added_tokens"] = special_tokens("<|end|>", first=4096)
-    spaced = tokenizer_of(tmp_path / "spaced", tokenizer=base | case.spaced)
-    plain = tokenizer_of(tmp_path / "plain", tokenizer=base | case.plain)
-    for text in TEXTS:
-        assert spaced.encode_continuation(text) == plain.encode(text)
-    assert spaced.encode("the") != plain.encode("the")
-    after = spaced if case.comes_again else plain
-    expected = [*spaced.encode("the"), 4096, *after.encode("the")]
-    assert encode_named(spaced, "the<|end|>the") == expected
-
-
-ADDED = [  # name, which flags it has
-    ("<think>", {}),
-    ("  ", {"single_word": True}),
-    ("xx", {"lstrip": True}),
-    ("a<t", {"rstrip": True}),
-    ("<t>", {"lstrip": True, "rstrip": True}),
-    ("   ", {}),
-    (" x", {"single_word": True}),
-    ("e\u0301x", {"lstrip": True}),
-    ("<t>>", {"rstrip": True}),
-    ("<|end|>", {"lstrip": True, "rstrip": True}),
-]
-
-
-def random_texts(alphabet: list[str], count: int) -> list[str]:
-    """Texts of one to eight entries of an alphabet."""
-    rng = random.Random(0)
-    texts = []
-    for _ in range(count):
-        entries = rng.choices(alphabet, k=rng.randrange(1, 9))
-        texts.append("".join(entries))
-    return texts
-
-
-def test_a_tokenizer_model_with_added_tokens_is_as_transformers_has_it(tmp_path):
-    shutil.copy(NANO / "tokenizer.model", tmp_path)
-    tokens = special_tokens(*(name for name, _ in ADDED), first=4096)
-    for token, (name, flags) in zip(tokens, ADDED, strict=True):
-        token |= flags
-        token["special"] = name == "<|end|>"
-    settings = {
-        "tokenizer_class": "LlamaTokenizer",
-        "legacy": False,
-        "added_tokens_decoder": added_tokens_decoder(tokens),
-    }
-    config = {"model_type": "llama", "vocab_size": 4120}
-    tokenizer_of(tmp_path, config=config, tokenizer_config=settings)
-    tokenizer, auto = with_auto(tmp_path)
-    oracle = auto.backend_tokenizer
-    oracle.encode_special_tokens = True
-
-    alphabet = ["the", "  ", " ", "\n", "\u00e9", "<", "<t", "<t>", "<think>", "<|end|>", "<s>"]
-    alphabet += ["xx", "x", "a", "A", "!", "."]
-    for text in TEXTS + random_texts(alphabet, 500):
-        ids = oracle.encode(text, add_special_tokens=False).ids
-        assert tokenizer.encode(text, bos=False) == ids
-        assert tokenizer.decode(ids) == oracle.decode(ids)
-    assert tokenizer.vocab_size == 4106
-    assert tokenizer.stop_ids == {2, 4105}
-    # The model has more ids, which stand for no text.
-    assert tokenizer.decode([4105, *tokenizer.encode("Hello"), 4119]) == "Hello"
-    for outside in (4120, -1):
-        with pytest.raises(UserError, match=f"{outside} is outside"):
-            tokenizer.decode([4, outside])
-
-
-SENTENCEPIECE_KINDS = [  # model_type, normalization_rule_name
-    ("bpe", "identity"),
-    ("bpe", "nmt_nfkc"),
-    ("unigram", "nmt_nfkc"),
-]
-SPACES = [  # add_dummy_prefix, remove_extra_whitespaces
-    (False, False),
-    (True, True),
-    (True, False),
-]
-
-
-@pytest.mark.parametrize("kind, rule", SENTENCEPIECE_KINDS)
-@pytest.mark.parametrize("adds_space, removes_spaces", SPACES)
-def test_sentencepiece_models_of_other_kinds(kind, rule, adds_space, removes_spaces, tmp_path):
-    """Words that users defined are found in text, but for a control token's name."""
-    file = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(["hello there", "hello world"] * 9),
-        model_writer=file,
-        model_type=kind,
-        normalization_rule_name=rule,
-        add_dummy_prefix=adds_space,
-        remove_extra_whitespaces=removes_spaces,
-        user_defined_symbols=["<|im_end|>", "<think>"],
-        bos_id=-1,
-        byte_fallback=True,
-        vocab_size=300,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    (tmp_path / "tokenizer.model").write_bytes(file.getvalue())
-    oracle = sentencepiece_of(tmp_path)
-    end = oracle.piece_to_id("<|im_end|>")
-    added = {str(end): {"content": "<|im_end|>", "special": True}}
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"added_tokens_decoder": added})
-    for text in ("hello there", "  hello  world ", " ", "a<think>b", "\u00bd \ufb01\t\tx"):
-        ids = oracle.encode(text)
-        assert tokenizer.encode(text) == ids
-        assert tokenizer.decode(ids) == oracle.decode(ids)
-    assert end in oracle.encode("<|im_end|>a")
-    assert end not in tokenizer.encode("hello<|im_end|> a")
-    assert tokenizer.bos_id is None
-    assert tokenizer.stop_ids == {2, end}
-    in_two_parts = tokenizer.encode("hello") + tokenizer.encode_continuation(" world")
-    assert in_two_parts == tokenizer.encode("hello world")
-
-
-def test_a_long_run_of_one_character(tmp_path):
-    tokenizer = load_tokenizer(write_tiktoken(tmp_path, ["  "]))
-    assert len(tokenizer.encode(" " * 400_000, bos=False)) == 200_000
-
-
-# ---- decoding
-
-
-@pytest.mark.parametrize("name", [NANO, LLAMA2, LLAMA3, QWEN, STORIES])
-def test_stream_decoder(name, request):
-    """It gives what decoding at once gives, which is the text (of all but the stories' few
-    pieces)."""
-    if name == QWEN:
-        tokenizer = load_tokenizer(request.getfixturevalue("qwen"))
-    else:
-        tokenizer = real(name)
-    for text in [*TEXTS, "👩‍👩‍👧‍👦你好🧿" * 5]:
-        ids = tokenizer.encode(text)
-        decoder = model_file.StreamDecoder(tokenizer)
-        pieces = [decoder.push(token) for token in ids]
-        assert decoder.flush() == ""
-        for piece in pieces:
-            assert "\ufffd" not in piece
-        assert "".join(pieces) == tokenizer.decode(ids)
-        if name != STORIES:
-            assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
-
-    # Random words, of which none is a single byte.
-    rng = random.Random(0)
-    first = 259 if name in (NANO, LLAMA2, STORIES) else 0
-    words = range(first, tokenizer.vocab_size)
-    special = tokenizer.special_tokens.values()
-    for _ in range(200):
-        ids = [token for token in rng.choices(words, k=20) if token not in special]
-        assert tokenizer.decode(ids) == tokenizer.decode_ids(ids)
-
-
-def test_stream_gives_text_as_soon_as_it_is_final(tmp_path):
-    tokenizer = load_tokenizer(write_tiktoken(tmp_path, []))
-    decoder = model_file.StreamDecoder(tokenizer)
-    pieces = [decoder.push(byte) for byte in "a你b".encode()]
-    assert pieces == ["a", "", "", "你", "b"]
-    pieces = [decoder.push(byte) for byte in "👍".encode()[:3]]
-    assert pieces == ["", "", ""]
-    assert decoder.flush() == "\ufffd"
-
-
-def test_a_stream_after_a_prompt_has_its_first_space():
-    """In a sentencepiece model a text's first space is no part of the text."""
-    tokenizer = load_tokenizer(NANO)
-    before = tokenizer.encode("the")
-    ids = tokenizer.encode_continuation(" world")
-    decoder = model_file.StreamDecoder(tokenizer, before)
-    pieces = [decoder.push(token) for token in ids]
-    assert "".join(pieces) == " world"
-    assert tokenizer.decode(ids, before) == " world"
-    assert tokenizer.decode(ids) == "world"
-
-
-# ---- BOS, stop ids, added tokens
-
-
-def bos_first(ids: list) -> dict:
-    """A post-processor that puts <s> first, which has these ids."""
-    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    text_a = {"Sequence": {"id": "A", "type_id": 0}}
-    text_b = {"Sequence": {"id": "B", "type_id": 0}}
-    return {
-        "type": "TemplateProcessing",
-        "single": [bos, text_a],
-        "pair": [bos, text_a, text_b],
-        "special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": ["<s>"]}},
-    }
-
-
-PUTS_BOS = in_turn(BYTE_LEVEL, bos_first([256]))
-BOS_CASES = {  # post-processor, tokenizer_config.json, the ids of "!"
-    "plain": (None, {"bos_token": "<s>"}, [0]),
-    "template": (PUTS_BOS, {}, [256, 0]),
-    "off": (PUTS_BOS, {"add_bos_token": False}, [0]),
-    "null": (PUTS_BOS, {"add_bos_token": None, "bos_token": "<x>"}, [256, 0]),
-    "on": (None, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, [256, 0]),
-}
-
-
-@pytest.mark.parametrize("name", BOS_CASES)
-def test_bos_is_added_as_the_files_say(name, tmp_path):
-    post_processor, settings, expected = BOS_CASES[name]
-    data = tokenizer_json(added=special_tokens("<s>", "<x>"), post_processor=post_processor)
-    tokenizer = tokenizer_of(tmp_path, tokenizer=data, tokenizer_config=settings)
-    assert tokenizer.bos_id == 256
-    assert tokenizer.encode("!") == expected
-    assert tokenizer.encode("!", bos=False) == [0]
-    assert encode_named(tokenizer, "<s>!") == [256, 0]  # never twice
-
-
-BOS_AND_END = {"bos_token": "<bos>", "eos_token": "<end>"}
-SPECIAL_TOKEN_SETTINGS = [  # tokenizer_config.json
-    {
-        "bos_token": {"content": "<bos>", "__type": "AddedToken"},
-        "eos_token": {"content": "<end>", "__type": "AddedToken"},
-    },
-    {"bos_token": "<bos>", "eos_token": "<x>", "additional_special_tokens": ["<x>"]},
-    BOS_AND_END | {"extra_special_tokens": ["<x>"]},
-    BOS_AND_END | {"extra_special_tokens": {"image_token": "<x>"}},
-]
-
-
-@pytest.mark.parametrize("settings", SPECIAL_TOKEN_SETTINGS)
-def test_special_tokens_are_those_that_transformers_knows(settings, tmp_path):
-    """They are in the vocabulary, and no list of added tokens has them, or not as special."""
-    words = [*GPT2_BYTES, "<bos>", "<end>", "<x>"]
-    vocab = {word: i for i, word in enumerate(words)}
-    added = special_tokens("<x>", first=258)
-    added[0]["special"] = False
-    tokenizer_of(
-        tmp_path,
-        tokenizer=tokenizer_json(vocab, added=added),
-        tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"} | settings,
-    )
-    tokenizer, oracle = with_auto(tmp_path)
-    assert tokenizer.special_tokens == {name: vocab[name] for name in oracle.all_special_tokens}
-    assert tokenizer.chat_variables == oracle.special_tokens_map
-    assert tokenizer.stop_ids == {oracle.eos_token_id}
-    text = "a <bos><end> <x>"
-    named = encode_named(tokenizer, text, bos=False)
-    assert named == oracle.encode(text, add_special_tokens=False)
-    special_ids = set(tokenizer.special_tokens.values())
-    assert not special_ids & set(tokenizer.encode(text))
-
-
-def test_stop_ids_come_from_every_file(tmp_path):
-    tokenizer = tokenizer_of(
-        tmp_path,
-        tokenizer=tokenizer_json(added=special_tokens("<end>", "<|eom_id|>", "<x>")),
-        config={"eos_token_id": 7},
-        generation_config={"eos_token_id": [3, 4]},
-        tokenizer_config={"eos_token": {"content": "<end>"}},
-    )
-    assert tokenizer.stop_ids == {3, 4, 7, 256, 257}
-    # <|eom_id|> is known by its name.
-    tokenizer = tokenizer_of(
-        tmp_path, config={"eos_token_id": None}, generation_config={}, tokenizer_config={}
-    )
-    assert tokenizer.stop_ids == {257}
-
-
-def test_a_tokenizer_model_has_the_names_that_llama_has():
-    assert load_tokenizer(NANO).chat_variables == {"bos_token": "<s>", "eos_token": "</s>"}
-
-
-# ---- chat
-
-# What the templates of models do: text between tokens, refusals, dates, a look into answers.
-TEMPLATES = {
-    "Llama 2, Mistral": """{%- if messages[0].role == 'system' %}
-        {%- set system = messages[0].content %}
-        {%- set messages = messages[1:] %}{% endif %}{% for m in messages %}
-        {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('roles must alternate!') }}
-        {%- elif m.role == 'user' %}{{ bos_token + '[INST] ' }}
-            {%- if system is defined and loop.last %}{{ system + '\n' }}{% endif %}
-            {{- m.content + '[/INST]' }}
-        {%- else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}""",
-    "Phi-3": "{% for m in messages %}"
-    "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-    "Llama 3.1": """{{- bos_token }}
-        {%- if not date is defined %}{% set date = strftime_now('%d %b %Y') %}{% endif %}
-        {%- if tools is not none %}{{ raise_exception('tools') }}{% endif %}
-        {{- '<|im_start|>Today: ' + date + '<|im_end|>' + messages | tojson(indent=2) }}
-        {%- for m in messages %}{% if loop.index > 4 %}{% break %}{% endif %}
-    {%- generation %}
-    <|im_start|>{{ m['role'] }}:{{ m['content'] | trim }}<|im_end|>
-    {% endgeneration %}
-        {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}""",
-}
-TURNS = [
-    {"role": "user", "content": "Hi, I'm  \u00fc"},
-    {"role": "assistant", "content": " Four. "},
-    {"role": "user", "content": "\nwhy?\n"},
-    {"role": "assistant", "content": "<think>\nwell\n</think>\n\nSo."},
-    {"role": "user", "content": "a b c \ue000"},
-]
-SYSTEM = {"role": "system", "content": "Be brief."}
-CHATS = [
-    TURNS[:1],
-    TURNS[:3],
-    TURNS,
-    [SYSTEM, *TURNS[:1]],
-    [SYSTEM, *TURNS[:3]],
-    [SYSTEM, *TURNS],
-]
-CHAT_TOKENS = [  # name, flags in a sentencepiece model's folder
-    ("[INST]", {}),
-    ("[/INST]", {}),
-    ("<|system|>", {"rstrip": True}),  # as Phi-3's
-    ("<|user|>", {"rstrip": True}),
-    ("<|assistant|>", {"rstrip": True}),
-    ("<|end|>", {"rstrip": True, "lstrip": True}),  # as Phi-4's
-    ("<|im_start|>", {}),
-    ("<|im_end|>", {"lstrip": True}),
-]
-
-
-def chat_folder(folder: Path, kind: str, template: str) -> Path:
-    """A folder with a chat template, and a tokenizer of this kind: a sentencepiece model that puts
-    a space before the "first" text, or before "always" each, or a BPE of "bytes"."""
-    names = [name for name, _ in CHAT_TOKENS]
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    if kind == "bytes":
-        added = special_tokens("<s>", "</s>", *names, first=256 + len(MERGES))
-        added[-1]["lstrip"] = True
-        data = tokenizer_json(merges=MERGES, added=added)
-        tokenizer_of(folder, tokenizer=data)
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        settings["legacy"] = False
-        settings["added_tokens_decoder"] = {}
-    else:
-        shutil.copy(NANO / "tokenizer.model", folder)
-        added = special_tokens(*names, first=4096)
-        for token, (_, flags) in zip(added, CHAT_TOKENS, strict=True):
-            token |= flags
-        settings["tokenizer_class"] = "LlamaTokenizer"
-        settings["legacy"] = kind == "always"
-        settings["added_tokens_decoder"] = added_tokens_decoder(added)
-    tokenizer_of(folder, tokenizer_config=settings, config={"model_type": "llama"})
-    return folder
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("kind", ["first", "always", "bytes"])
-def test_chat_ids_are_those_of_transformers(name, kind, tmp_path):
-    """And so are the chats that a template refuses."""
-    tokenizer, oracle = with_auto(chat_folder(tmp_path, kind, TEMPLATES[name]))
-    for messages in CHATS:
-        try:
-            expected = oracle.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:
-            with pytest.raises(UserError, match=f"chat template refuses this chat: {error}"):
-                generate.encode_chat(tokenizer, messages)
-        else:
-            assert generate.encode_chat(tokenizer, messages) == expected
-
-
-def test_no_message_becomes_a_control_token(tmp_path):
-    """Names of one character, within one another, side by side, and characters that might be
-    marks."""
-    names = ["你", "你你", "<a>", "b<a>", "[<a>]", "\ue001"]
-    template = "<a>{% for m in messages %}{{ m.content | trim }}你你{% endfor %}"
-    tokenizer = tokenizer_of(
-        tmp_path,
-        tokenizer=tokenizer_json(added=special_tokens(*names)),
-        tokenizer_config={"chat_template": template},
-    )
-    alphabet = [*names, "<", "a", ">", "[", "]", "b", "x", " ", "\ue000", "\ue002", "\U000f0000"]
-    rng = random.Random(0)
-    for _ in range(300):
-        text = "".join(rng.choices(alphabet, k=8))
-        ids = generate.encode_chat(tokenizer, [{"role": "user", "content": text}])
-        # The template's own <a> and 你你, and text between them.
-        assert ids == [258, *tokenizer.encode(text.strip()), 257]
-
-
-def test_where_a_chat_template_comes_from(tmp_path):
-    """From tokenizer_config.json, of several the default; a file of its own counts more. It may not
-    look into Python."""
-    several = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
-    tokenizer = tokenizer_of(
-        tmp_path, tokenizer=tokenizer_json(), tokenizer_config={"chat_template": several}
-    )
-    assert tokenizer.chat_template == "b"
-
-    template = "{{ ''.__class__.mro() }}"
-    tokenizer = tokenizer_of(tmp_path, tokenizer_config={"chat_template": template})
-    with pytest.raises(UserError, match="unsafe"):
-        generate.encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
-
-    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
-    assert load_tokenizer(tmp_path).chat_template == "file"
-
-
-# ---- bad files
-
-GOOD = json.dumps(tokenizer_json())
-CUT_OFF = (NANO / "tokenizer.model").read_bytes()[:30_000].decode(errors="surrogateescape")
-NOT_BYTES = "\udcff"  # which is written as a byte that no UTF-8 text has
-NOT_VALID = ": not a valid tokenizer; download it again"
-BAD_TOKENIZERS = [  # the files of a folder, what the error says
-    ({"tokenizer.json": "{}"}, NOT_VALID),
-    ({"tokenizer.json": tokenizer_json(model={"merges": 5})}, NOT_VALID),
-    ({"tokenizer.json": tokenizer_json(model={"merges": ["a b"]})}, NOT_VALID),
-    ({"tokenizer.model": "version https://git-lfs.github.com/spec/v1\noid sha256:12\n"}, NOT_VALID),
-    ({"tokenizer.model": "YWI= 0\nYWM= 2\n"}, NOT_VALID),  # a rank is missing
-    ({"tokenizer.model": "YQ== 0\nYg== 1\n"}, NOT_VALID),  # bytes are missing
-    ({"tokenizer.model": "YQ== 0\nYg==\n"}, NOT_VALID),
-    ({"tokenizer.model": CUT_OFF}, NOT_VALID),
-    ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
-    ({"tokenizer.json": "[]"}, ": no JSON object; download it again"),
-    ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
-    ({"tokenizer.json": NOT_BYTES}, "tokenizer.json: not valid JSON; download"),
-    (
-        {"tokenizer.json": tokenizer_json(added=special_tokens("<x>", first=300))},
-        "<x> cannot have the id 300",
-    ),
-    ({}, "no tokenizer.json and no tokenizer.model"),
-    ({"vocab.json": "{}"}, "no tokenizer.json and no tokenizer.model"),
-    (
-        {"vocab.json": '{"a": 0}', "merges.txt": "a b"},
-        "merges.txt without a tokenizer.json; write one with: python",
-    ),
-    (
-        {"tokenizer.json": GOOD, "tokenizer_config.json": "{"},
-        "tokenizer_config.json: not valid JSON",
-    ),
-    (
-        {"tokenizer.json": GOOD, "chat_template.jinja": NOT_BYTES},
-        "chat_template.jinja: not UTF-8 text",
-    ),
-    ({"tokenizer.json": GOOD, "config.json": '{"a":'}, "config.json: not valid JSON"),
-]
-
-
-@pytest.mark.parametrize("files, message", BAD_TOKENIZERS)
-def test_bad_files_end_in_one_line(tmp_path, capfd, files, message):
-    """And a library that reads them prints nothing."""
-    for name, contents in files.items():
-        if isinstance(contents, dict):
-            contents = json.dumps(contents)
-        (tmp_path / name).write_text(contents, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(UserError) as error:
-        load_tokenizer(tmp_path)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    assert capfd.readouterr() == ("", "")
 
 
 # ------------------------------------------------------------------------------------------ kernels
