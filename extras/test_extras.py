@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
