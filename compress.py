@@ -3210,22 +3210,39 @@ def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block
-    ends, config.json last."""
+    ends, config.json last.
+
+    Where NAME in `folder` is a symbolic link, the file of this name is written to where it leads.
+    Other links are replaced: those of a checkpoint's folder lead to another one's files, which stay
+    as they are. UserError, before the block, where NAME is there and is no regular file."""
+    target = written_file(folder / name)
+    folder = target.parent  # so that the last step only renames, even if a link leads to a disk
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed
+    for left in folder.glob(f"{glob.escape(target.name)}.*.partial"):  # of a killed process
         if time.time() - left.stat().st_mtime > 86400:
             shutil.rmtree(left, ignore_errors=True)
     try:
-        with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
+        with tempfile.TemporaryDirectory(".partial", f"{target.name}.", folder) as partial:
             yield Path(partial)
             for file in sorted(
                 Path(partial).iterdir(), key=lambda file: file.name == "config.json"
             ):
-                file.replace(folder / file.name)
+                file.replace(target if file.name == name else folder / file.name)
     finally:
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def written_file(path: Path) -> Path:
+    """The file that is written where a user names this path: symbolic links are followed.
+
+    UserError for what is there and is no regular file: a folder, a pipe, a device, a link to
+    itself. A file put in its place would end it."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink() or target.exists() and not target.is_file():
+        raise UserError(f"{path}: no regular file, so nothing is written there; name another file")
+    return target
 
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:

@@ -1129,9 +1129,10 @@ class LLM:
 
     @errors_in_python_words()
     def save(self, path: str | Path, note: object = None) -> None:
-        """Writes what the rows hold, and no more, as one safetensors file.
+        """Writes what the rows hold, and no more, as one safetensors file. Links are followed.
 
-        OSError where it cannot be written. note: what else the file shall tell, in JSON
+        OSError where it cannot be written, and UserError where the path is of something that is no
+        regular file. note: what else the file shall tell, in JSON
         (`saved_facts` reads it)."""
         self._check_rows()
         self._end_stream()
@@ -1626,6 +1627,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--load_cache has the prompt; give --ask, or nothing")
     if args.chat and (args.ask or not args.prompt):
         parser.error("--chat needs a --prompt, and takes no --ask")
+    if args.save_cache:
+        compress.written_file(args.save_cache)  # says now what is no file, not after the prompt
     return args
 
 

@@ -5372,3 +5372,63 @@ def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, t
         q.copy_(q[:16].repeat(8, 1)), k.copy_(k[:16].repeat(4, 1))
     values = calibrate.fdc_bases(model, tiny_tokens(1, 32), 512)["qk.values"]
     assert error(values, values[:, :1].expand_as(values)) < 1e-5
+
+
+# ---- what users met
+
+
+WRITERS = {
+    "generate --prompt hello --max_new_tokens 1 --save_cache {}": "0.ids",
+    "ranks --windows 1 --window 16 --csv {}": "layer,pre",
+}
+
+
+@pytest.mark.parametrize("line", WRITERS)
+def test_links_are_written_through_and_what_is_no_regular_file_stays_as_it_is(line, cli, tmp_path):
+    """A pipe, a folder, a link to either, or to itself. A device is one more, but not for tests:
+    who has the right to replace it loses /dev/null."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "file").write_text("old")
+    links = {"link": "large/file", "hanging": "large/new", "second": "link"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+        assert cli(line.format(tmp_path / name))[0] == 0
+        assert (tmp_path / name).is_symlink()
+        assert WRITERS[line].encode() in (tmp_path / name).read_bytes()[:2000]
+    assert {file.name for file in (tmp_path / "large").iterdir()} == {"file", "new"}
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "to_pipe", "loop", "large"):
+        mode = (tmp_path / name).lstat().st_mode
+        with mock.patch.object(generate, "load", side_effect=AssertionError("it is refused late")):
+            assert f"{tmp_path / name}" in cli.refusal(line.format(tmp_path / name))
+        assert (tmp_path / name).lstat().st_mode == mode
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_pipe_is_refused_by_whatever_writes(tmp_path, checkpoint):
+    os.mkfifo(tmp_path / "pipe")
+    llm = small_llm(checkpoint)
+    llm.prefill("hello")
+    writers = [
+        lambda: llm.save(tmp_path / "pipe"),
+        lambda: save_artifact({"a": torch.zeros(1)}, tmp_path / "pipe", {}),
+        lambda: calibrate.save_csv(tmp_path / "pipe", ["a"], [{"a": 1}]),
+    ]
+    for write in writers:
+        with pytest.raises(UserError, match="pipe: no regular file, so nothing is written there"):
+            write()
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_fit_takes_the_place_of_a_link_to_the_checkpoints_own(cli, folder, tmp_path):
+    """Of those links that --out makes: the checkpoint's files stay as they are."""
+    line = "fit --method loki --windows 1 --window 8"
+    assert cli(line)[0] == 0
+    before = (folder / "loki.safetensors").read_bytes()
+    assert cli(f"{line} --windows 2 --out {tmp_path / 'out'}")[0] == 0
+    made = tmp_path / "out" / "loki.safetensors"
+    assert not made.is_symlink() and made.read_bytes() != before
+    assert (folder / "loki.safetensors").read_bytes() == before
