@@ -1169,7 +1169,11 @@ class SalsSettings:
     recent: int = setting(
         64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]"
     )
-    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", within="[0, 1]")
+    keep: float = setting(
+        0.0,
+        "sets y: x + y + z as a fraction of the capacity (the paper's: of the row's length)",
+        within="[0, 1]",
+    )
     score: str = setting(
         "softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum")
     )
@@ -1486,10 +1490,15 @@ def sals_layer_maps(
 
 
 def mean_rotations(context: CacheContext) -> Rotations:
-    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours)."""
-    cos = [block.mean(0) for block in context.cos.split(SCORE_BLOCK)]
-    sin = [block.mean(0) for block in context.sin.split(SCORE_BLOCK)]
-    return Rotations(SCORE_BLOCK, torch.stack(cos), torch.stack(sin))
+    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours).
+
+    A cache may end within its last block. The mean is over the whole block even so: what a row
+    attends then does not depend on how many tokens there is room for."""
+    n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
+    cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
+    mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
+    mean_sin = [block.mean(0) for block in sin.split(SCORE_BLOCK)]
+    return Rotations(SCORE_BLOCK, torch.stack(mean_cos), torch.stack(mean_sin))
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:

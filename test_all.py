@@ -5432,3 +5432,22 @@ def test_a_fit_takes_the_place_of_a_link_to_the_checkpoints_own(cli, folder, tmp
     made = tmp_path / "out" / "loki.safetensors"
     assert not made.is_symlink() and made.read_bytes() != before
     assert (folder / "loki.safetensors").read_bytes() == before
+
+
+def logits_in(capacity: int, method: str, options: dict) -> torch.Tensor:
+    """Logits of two rows, of which one fills a cache of 101 tokens, in fp64. SALS's blocks are of
+    64 tokens: this one ends within its last block."""
+    model = tiny_model(head_dim=width_for(method)).double()
+    prompts = [random_ids(n, n) for n in (70, 33)]
+    more = [random_ids(31, seed) for seed in (5, 6)]
+    engine = make_engine(model, method, 2, capacity, block=64, **options_for(model.config, options))
+    return logits_through(engine, prompts, more)
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_the_capacity_changes_no_logits(method, options):
+    """Where budgets are given in tokens, or as a fraction of a row's own length. Not to the bit:
+    sums over more zeros are rounded in another order, those over codes in fp32."""
+    few = logits_in(101, method, options)
+    for capacity in (128, 160):
+        assert error(logits_in(capacity, method, options), few) < 1e-5
