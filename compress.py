@@ -607,9 +607,19 @@ def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int
     return Budget(n_sinks, n_selected, n_recent)
 
 
-def kept_tokens(keep: float, length: int) -> int:
-    """Tokens out of `length` that `keep` allows: a fraction up to 1, or a count; at least 1."""
-    tokens = int(keep * length) if keep <= 1 else int(keep)
+# A fraction of a short row would leave too few tokens to answer by: a quarter of "The capital of
+# France is" is one. So a fraction means at least so many tokens (ours), or all of a shorter row.
+LEAST_TOKENS = 64
+
+
+def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
+    """Tokens out of `length` that `keep` allows: above 1 a count, up to 1 a fraction, but at least
+    `least` tokens (None: LEAST_TOKENS)."""
+    if least is None:
+        least = LEAST_TOKENS
+    tokens = int(keep)
+    if keep <= 1:
+        tokens = max(least, int(keep * length))
     return max(1, min(length, tokens))
 
 
@@ -626,7 +636,8 @@ def left_to_select(
 def keep_setting(tokens: float):
     """The field of the methods that are given their tokens in all."""
     text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
-    return setting(tokens, text, within="(0, inf)")
+    floor = f"but at least {LEAST_TOKENS} tokens (ours)"
+    return setting(tokens, f"{text}, {floor}", within="(0, inf)")
 
 
 @dataclass
@@ -719,7 +730,12 @@ class TopKCache(ScoringCache):
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", within="(0, inf)")
+    k: float = setting(
+        0.25,
+        "k_f: tokens of a query head; up to 1 a fraction of the row's, "
+        f"but at least {LEAST_TOKENS} tokens (ours)",
+        within="(0, inf)",
+    )
     d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", within="(0, 1]")
     explained: float = setting(
         0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)"
@@ -809,6 +825,7 @@ class LokiCache(ScoringCache):
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
+        self.least_tokens = LEAST_TOKENS
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.P)
@@ -831,7 +848,9 @@ class LokiCache(ScoringCache):
         if self.settings.k > 1:
             return None
         length = (pos + 1).double()  # of each row: a fraction is of its own
-        return (self.settings.k * length).long().clamp(min=1)
+        return (
+            (self.settings.k * length).long().clamp(min=1)
+        )  # as kept_tokens has it
 
     def bytes_read(self, length: int) -> int:
         """d components of every key, then K and V of at most G k selected tokens a KV head."""

@@ -227,7 +227,8 @@ def make_engine(
     model, method, rows: int, capacity: int, artifact=None, kernel=None, **options
 ) -> Engine:
     """By default with an artifact_of the model. options: a method's, compiled, graphed,
-    exact_values and block, of SALS's scores, which is short in short caches."""
+    exact_values; block, of SALS's scores, which is short in short caches; and least_tokens of a
+    fraction, of which the papers have none."""
     context, artifact = (
         CacheContext(model, rows, capacity, kernel),
         artifact or artifact_of(method, model),
@@ -238,6 +239,7 @@ def make_engine(
             patch.setattr(compress, "CodedStore", PlainValues)
             patch.setattr(compress, "PaperSalsValues", PlainValuesByToken)
         patch.setattr(compress, "SCORE_BLOCK", options.pop("block", 16 if capacity < 512 else 512))
+        patch.setattr(compress, "LEAST_TOKENS", options.pop("least_tokens", 1))  # as the papers
         caches = method_named(method).build(
             model, compress.settings_from(method, options), context, artifact
         )
@@ -814,7 +816,7 @@ def pure_loki(cache, row, n, q, k, v):
     basis, reduced = cache.P, cache.settings.reduced
 
     def step(i, h, q, k, v, stored):
-        count = i + 1 if reduced else compress.kept_tokens(cache.settings.k, i + 1)
+        count = i + 1 if reduced else compress.kept_tokens(cache.settings.k, i + 1, least=1)
         out, chosen, stored = compress.loki_step(q, k, v, stored, basis[h], cache.d, count)
         return out, None if reduced else chosen, stored
 
@@ -1026,7 +1028,7 @@ KEEP_15 = {"k": 10, "recent": 5}
 # edge, and the rule by which it takes exactly the best: a group's largest weight (of old tokens),
 # or each head's. Some leave it free "early", before the edge, too.
 SELECTORS = [
-    ("topk", {"keep": 0.31}, 24, 0, 1, 0, "largest"),  # of 80: rounded down
+    ("topk", {"keep": 24.8}, 24, 0, 1, 0, "largest"),  # rounded down
     ("loki", {"k": 12, "d": 0.25}, 12, 0, 0, 0, ""),
     ("loki", {"k": 9, "d": 1.0}, 9, 0, 0, 0, "each"),
     ("loki", {"k": 9, "d": 1.0, "share": "group"}, 9, 0, 0, 0, "largest"),
@@ -5451,3 +5453,31 @@ def test_the_capacity_changes_no_logits(method, options):
     few = logits_in(101, method, options)
     for capacity in (128, 160):
         assert error(logits_in(capacity, method, options), few) < 1e-5
+
+
+def test_a_fraction_is_of_enough_tokens_in_short_rows():
+    """At least 64, or all that there are; a count is taken as it is given."""
+    assert [compress.kept_tokens(0.25, n) for n in (5, 64, 100, 256, 260, 4096)] == [
+        *(5, 64, 64, 64, 65, 1024)
+    ]
+    assert [compress.kept_tokens(10, n) for n in (5, 64, 4096)] == [5, 10, 10]
+    cache, qkv = scene("loki", 5, 300, d=0.5, least_tokens=compress.LEAST_TOKENS)
+    for n in range(5, 300):
+        _, chosen = watched_step(cache, n, *qkv)
+        assert (chosen.sum(-1) == compress.kept_tokens(0.25, n + 1)).all(), n
+    for method in ("loki", "topk"):
+        name = {"loki": "k", "topk": "keep"}[method]
+        fields = compress.method_named(method).settings.__dataclass_fields__
+        assert "at least 64 tokens (ours)" in fields[name].metadata["help"]
+
+
+@pytest.mark.parametrize("method, options", [("loki", {}), ("topk", {"keep": 0.1})])
+def test_a_short_prompt_is_answered_as_dense_answers_it(method, options):
+    """The issue's prompt: five tokens, of which a quarter is one."""
+    prompt = "The capital of France is"
+    dense, short = (
+        generate.LLM(method=name, device="cpu", max_seq_length=100, **settings)
+        for name, settings in (("dense", {}), (method, options))
+    )
+    made = [llm.generate(prompt, 40, ignore_eos=True) for llm in (dense, short)]
+    assert made[0] == made[1] and made[0].prompt_tokens < 10
