@@ -221,8 +221,9 @@ class Cache(nn.Module):
         """Bytes of one token in the stores that hold every token."""
         return sum(s.token_bytes for s in self.stores() if not isinstance(s, RingStore))
 
-    def miss_rate(self) -> float | None:
-        """The fraction of selected tokens that had to come from host memory, or None."""
+    def miss_rate(self, rows: int | None = None) -> float | None:
+        """The fraction of selected tokens that had to come from host memory, or None. rows: of so
+        many first rows, if others are idle."""
         return None
 
     # ---- 4. The state of a row: what saving, forking and going back need
@@ -847,10 +848,8 @@ class LokiCache(ScoringCache):
     def n_best(self, pos: Tensor) -> Tensor | None:
         if self.settings.k > 1:
             return None
-        length = (pos + 1).double()  # of each row: a fraction is of its own
-        return (
-            (self.settings.k * length).long().clamp(min=1)
-        )  # as kept_tokens has it
+        length = (pos + 1).double()  # a fraction is of each row's own, as kept_tokens has it
+        return (self.settings.k * length).long().clamp(min=self.least_tokens)
 
     def bytes_read(self, length: int) -> int:
         """d components of every key, then K and V of at most G k selected tokens a KV head."""
@@ -2497,9 +2496,9 @@ class LrqkCache(Cache):
         tables = self.n_slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
         return (a_k + kv + tables * 4) * c.n_kv_heads
 
-    def miss_rate(self) -> float:
+    def miss_rate(self, rows: int | None = None) -> float:
         """Tokens fetched over tokens selected since the prompt."""
-        selected, missed = self.counts.sum(0).tolist()
+        selected, missed = self.counts[:rows].sum(0).tolist()
         return missed / max(1, selected)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
