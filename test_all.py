@@ -5481,3 +5481,186 @@ def test_a_short_prompt_is_answered_as_dense_answers_it(method, options):
     )
     made = [llm.generate(prompt, 40, ignore_eos=True) for llm in (dense, short)]
     assert made[0] == made[1] and made[0].prompt_tokens < 10
+
+
+def test_what_an_idle_row_has_left_stops_nothing(checkpoint):
+    llm = small_llm(checkpoint, batch_size=2)
+    expected = llm.generate("who is it", 5, ignore_eos=True)
+    llm.engine.logits[1] = math.nan
+    assert llm.generate("who is it", 5, ignore_eos=True) == expected
+    llm.engine.logits[1] = math.nan
+    llm.prefill("hello there")
+    assert llm.generate(" who", 5, ignore_eos=True, follow=True).token_ids
+    extend = Llama.extend
+    for bad in range(2):  # of a row that is read
+        with mock.patch.object(
+            Llama,
+            "extend",
+            lambda self, tokens, row, *rest, bad=bad: (
+                extend(self, tokens, row, *rest) * (math.nan if row == bad else 1)
+            ),
+        ):
+            with pytest.raises(UserError, match="the logits are not finite"):
+                llm.generate(["who", "hello"], 3)
+
+
+def test_a_loaded_row_has_room_behind_its_ids(checkpoint, tmp_path):
+    """The last of them is yet to be written by a step."""
+    llm = small_llm(checkpoint, max_seq_length=20)
+    made = llm.generate([5, 6, 7], 9, ignore_eos=True)
+    llm.save(tmp_path / "cache")
+    again = small_llm(checkpoint)
+    again.max_seq_length = None
+    again.load(tmp_path / "cache", room=15)
+    assert again.token_ids[0] == [5, 6, 7, *made.token_ids] and again.max_seq_length == 12 + 15
+    eight, fifteen = (
+        each.generate([[]], n, ignore_eos=True, follow=True)[0].token_ids
+        for each, n in ((llm, 8), (again, 15))
+    )
+    assert fifteen[:8] == eight and len(fifteen) == 15
+
+
+def test_a_saved_cache_without_rows_or_ids_is_refused(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill("hello there")
+    llm.save(tmp_path / "cache")
+    with compress.safe_open(tmp_path / "cache", "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "cache")
+    none = metadata | {"rows": json.dumps([[], 60, None])}
+    without_ids = {name: x for name, x in tensors.items() if name != "0.ids"}
+    damaged = [(tensors, none, "there is no row in it"), (without_ids, metadata, "ids of row 0")]
+    for tensors, metadata, message in damaged:
+        save_artifact(tensors, tmp_path / "bad", metadata)
+        with pytest.raises(UserError, match=message):
+            llm.load(tmp_path / "bad")
+    assert llm.token_ids == [llm.encode("hello there")]  # as it was
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_rows_without_a_prompt_hold_nothing(goes_on, checkpoint):
+    """Whether or not the other rows go on from what they hold; and with follow they keep it."""
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    more = [*llm.token_ids[0], 7] if goes_on else [7, 8, 9]
+    first, other = (list(ids) for ids in llm.token_ids)
+    for call in (llm.prefill, lambda prompt: llm.generate(prompt, 2)):
+        llm.prefill([first, other])
+        call(more)
+        assert llm.token_ids[0][: len(more)] == more and llm.token_ids[1] == []
+        assert llm.engine.pos[1] == 0
+    llm.prefill([first, other])
+    llm.generate([7], 2, follow=True, ignore_eos=True)
+    assert llm.token_ids[1] == other
+    fresh = small_llm(checkpoint)
+    fresh.prefill([llm.token_ids[0], other])
+    after = [each.generate([[5], [5]], 4, ignore_eos=True, follow=True) for each in (llm, fresh)]
+    assert after[0] == after[1]
+
+
+def test_lrqks_refusal_of_a_saved_cache_says_what_works(cli, tmp_path):
+    """Its slots depend on the capacity: where what follows does not fit that of the file, the file
+    has to be made again."""
+    save = f"generate --method lrqk --k 30 --recent 4 --prompt 20 --save_cache {tmp_path}/cache"
+    load = f"generate --method lrqk --k 30 --recent 4 --load_cache {tmp_path}/cache"
+    assert cli(f"{save} --max_new_tokens 1")[0] == 0
+    advice = cli.refusal(f"{load} --max_new_tokens 25").rpartition("; ")[2]
+    assert advice.strip() == "save it again with --max_seq_length 45"
+    assert cli(f"{save} --max_new_tokens 1 --max_seq_length 45")[0] == 0
+    assert cli(f"{load} --max_new_tokens 25")[0] == 0
+    code, _, message = cli(f"{load} --max_new_tokens 2 --max_seq_length 30")
+    assert code == 2 and message.strip().endswith("; give --max_seq_length 45")
+    assert cli(f"{load} --max_new_tokens 2 --max_seq_length 45")[0] == 0
+
+
+def test_misses_are_those_of_the_rows_in_use(checkpoint):
+    options = {"k": 4, "recent": 2, "rank": 2, "max_seq_length": 80}
+    prompt = random_ids(40, vocab=300)
+    rates = []
+    for rows in (1, 3):
+        llm = small_llm(checkpoint, method="lrqk", batch_size=rows, **options)
+        if rows > 1:
+            llm.generate([prompt, prompt[:20], prompt[5:]], 4, ignore_eos=True)
+        llm.generate(prompt, 12, ignore_eos=True)
+        rates.append(llm.report()["miss_rate"])
+    assert rates[0] == rates[1] > 0
+
+
+def test_crop_takes_each_row_to_its_own_place(folder, monkeypatch):
+    """Dense rows of which one has stopped, is short, or is empty: none of them is read again."""
+    texts = ["hello", "and so on", "who is it that comes there"]
+    llm = small_llm(folder)
+    made = llm.generate(texts, 20, ignore_eos=True)
+    edit_json(folder / "config.json", eos_token_id=made[0].token_ids[2])
+    for n in (12, 6, 3, 1):
+        llm = small_llm(folder, batch_size=4)
+        outputs = llm.generate(texts, 20)
+        assert outputs[0].finish_reason == "stop" and len(llm.token_ids[0]) < llm.engine.pos[0]
+        cropped = [ids[:n] for ids in llm.token_ids]
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "prefill", lambda *_: pytest.fail("all is read again"))
+            llm.crop(n)
+        assert llm.token_ids == cropped and llm.engine.pos.tolist() == [len(ids) for ids in cropped]
+        fresh = small_llm(folder, batch_size=4)
+        fresh.prefill(cropped[:3])
+        assert error(llm.engine.logits[:3], fresh.engine.logits[:3]) < 1e-5
+        goes_on = [
+            each.generate([[]] * 3, 6, ignore_eos=True, follow=True) for each in (llm, fresh)
+        ]
+        assert goes_on[0] == goes_on[1]
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_codes_are_the_nearest_to_the_stored_minimum_and_scale(bits, dim):
+    """In fp64, for groups of all sizes down to those whose scale is one of fp16's smallest."""
+    torch.manual_seed(bits)
+    sizes = torch.logspace(-6.5, 3, 96)
+    x = (torch.randn(96, 64, 64) + torch.randn(96, 1, 1)) * sizes[:, None, None]
+    codes, low_scale = quantize(x, bits, 32, dim)
+    numbers = x.double().unflatten(dim, (-1, 32))
+    codes = kernels.unpack(codes, bits).double().unflatten(dim, (-1, 32))
+    low, scale = (part.unsqueeze(dim) for part in low_scale.double().unbind(-1))
+    errors = [(low + scale * code - numbers).abs() for code in range(2**bits)]
+    lost = (low + scale * codes - numbers).abs() - torch.stack(errors).amin(0)
+    assert (scale > 0).all() and (lost <= 1e-3 * scale).all()
+
+
+def test_yarns_last_slowed_pair_may_lie_beyond_the_last_one():
+    """Of 64 pairs: at a base of 1e4 it takes pair 64.3 to turn once in 65536 positions, so that
+    pairs 40 to 65 are blended, and the last one is not slowed in full."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": 65536}
+    config = tiny_config(head_dim=128, rope_theta=1e4)
+    inv_freq = 1e4 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    slowed = ((torch.arange(64).double() - 40) / (65 - 40)).clamp(0, 1)
+    expected = inv_freq * (1 - slowed) + inv_freq / 4 * slowed
+    assert error(model_file.scale_yarn(inv_freq, rope, config).inv_freq, expected) < 1e-12
+    assert 0 < slowed[-1] < 1
+
+
+def exact_prompts(tests) -> list:
+    """The cases whose prompts attend what a decode step attends, as long as rows are short."""
+    return [case for case in tests.CASES if not case[1].get("reduced")]
+
+
+@over("method, options", exact_prompts)
+def test_short_first_prompts_in_fp16_go_on_as_if_decoded_token_by_token(method, options):
+    """Prompts of 1 to 5 tokens: finite logits, and the ids that follow if the first token is read
+    and the others are decoded."""
+    model = tiny_model(head_dim=width_for(method))
+    options = options_for(model.config, options) | {"least_tokens": compress.LEAST_TOKENS}
+    prompts = [random_ids(n, n) for n in (1, 2, 3, 4, 5)]
+    together, alone = (
+        make_engine(tiny_model(head_dim=width_for(method)).half(), method, rows, 24, **options)
+        for rows in (5, 1)
+    )
+    together.prefill(prompts)
+    assert together.logits.isfinite().all()
+    made = decode_rows(together, 8, lambda _: False)
+    assert together.logits.isfinite().all()
+    for ids, new in zip(prompts, made, strict=True):
+        alone.prefill([ids[:1]])
+        for token in ids[1:]:
+            alone.tokens.fill_(token)
+            alone.step()
+        assert decode_rows(alone, 8, lambda _: False) == [new], len(ids)
