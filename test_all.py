@@ -5658,7 +5658,9 @@ def test_short_first_prompts_in_fp16_go_on_as_if_decoded_token_by_token(method, 
     assert together.logits.isfinite().all()
     made = decode_rows(together, 8, lambda _: False)
     assert together.logits.isfinite().all()
-    for ids, new in zip(prompts, made, strict=True):
+    for row, (ids, new) in enumerate(zip(prompts, made, strict=True)):
+        for name, x in together.row_state(row, int(together.pos[row])).items():
+            assert x.isfinite().all(), name  # an infinite proxy would only change a selection
         alone.prefill([ids[:1]])
         for token in ids[1:]:
             alone.tokens.fill_(token)
