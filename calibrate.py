@@ -725,7 +725,7 @@ def report_fdc(facts: dict[str, float]) -> str:
         f"At a rate of {facts['rate']:.4g} a head keeps {facts['mean rank of q and k']:.1f} dims "
         f"of its queries and keys and {facts['mean rank of v']:.1f} of its values, in the mean."
     )
-    if math.isnan(kept_accuracy):  # 0/0
+    if not math.isfinite(kept_accuracy):  # over 0
         return f"{ranks} The dense model predicts no token of this text right: try another text."
     return (
         f"{ranks} It predicts {kept_accuracy:.1%} as many tokens right as the dense model does "

@@ -109,7 +109,7 @@ class Progress:
         """n more of the total are done."""
         self.done = min(self.done + n, self.total)
         now = time.time()
-        if now - self.shown > 10:
+        if now - self.shown > 10 and self.done < self.total:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
             so_far = f"{self.label} {self.done:.0f}/{self.total:.0f}"

@@ -98,6 +98,7 @@ test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
 test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors".split()}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
+test_all.LOSSY_AT_ONCE |= {"shadowkv", "turboquant", "fp8"}
 CASES = [
     ("palu", {"keep": 0.5}),
     ("streaming", {"sinks": 2, "recent": 20}),
