@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compress
-from compress import method_named, replacing, save_artifact, written_file
+from compress import method_named, replacing_file, save_artifact, written_file
 from generate import Parser, fraction, load, whole
 from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
@@ -242,10 +242,9 @@ def writable_file(text: str) -> Path:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """Writes a table in the place of an older one. Other keys of a row are left out."""
-    with replacing(path.parent, path.name) as partial_folder:
-        temporary = partial_folder / path.name
+    with replacing_file(path) as partial:
         # Its own encoding, since a locale's may lack a character that a name of a file has.
-        with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        with partial.open("w", encoding="utf-8", errors="replace", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)

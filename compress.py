@@ -3229,36 +3229,8 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Writes one safetensors file in the place of an old one; OSError where it cannot be."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
-    with replacing(path.parent, path.name) as partial:
-        # Not save_file, whose files other users cannot read.
-        (partial / path.name).write_bytes(data)
-
-
-@contextmanager
-def replacing(folder: Path, name: str) -> Iterator[Path]:
-    """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block
-    ends, config.json last.
-
-    Where NAME in `folder` is a symbolic link, the file of this name is written to where it leads.
-    Other links are replaced: those of a checkpoint's folder lead to another one's files, which stay
-    as they are. UserError, before the block, where NAME is there and is no regular file."""
-    target = written_file(folder / name)
-    folder = target.parent  # so that the last step only renames, even if a link leads to a disk
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{glob.escape(target.name)}.*.partial"):  # of a killed process
-        if time.time() - left.stat().st_mtime > 86400:
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        with tempfile.TemporaryDirectory(".partial", f"{target.name}.", folder) as partial:
-            yield Path(partial)
-            for file in sorted(
-                Path(partial).iterdir(), key=lambda file: file.name == "config.json"
-            ):
-                file.replace(target if file.name == name else folder / file.name)
-    finally:
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+    with replacing_file(path) as partial:
+        partial.write_bytes(data)  # not save_file, whose files other users cannot read
 
 
 def written_file(path: Path) -> Path:
@@ -3270,6 +3242,36 @@ def written_file(path: Path) -> Path:
     if target.is_symlink() or target.exists() and not target.is_file():
         raise UserError(f"{path}: no regular file, so nothing is written there; name another file")
     return target
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """A new file to write, which replaces that of a path (written_file) when the block ends."""
+    target = written_file(path)
+    with replacing(target.parent, target.name) as partial:
+        yield partial / target.name
+
+
+@contextmanager
+def replacing(folder: Path, name: str) -> Iterator[Path]:
+    """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block
+    ends, config.json last. Links there are replaced: in a folder of `fit --out` they lead to the
+    files of another checkpoint."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(".partial", f"{name}.", folder) as partial:
+            yield Path(partial)
+            for file in sorted(
+                Path(partial).iterdir(), key=lambda file: file.name == "config.json"
+            ):
+                file.replace(folder / file.name)
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def random_artifact(method: str, c: ModelConfig) -> Artifact:

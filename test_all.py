@@ -4675,9 +4675,9 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
 def test_two_that_write_one_file_do_not_meet(tmp_path):
     (killed := tmp_path / "a.killed.partial").mkdir()
     os.utime(killed, (0, 0))
-    with calibrate.replacing(tmp_path, "a") as first:
+    with compress.replacing(tmp_path, "a") as first:
         (first / "a").write_text("first")
-        with calibrate.replacing(tmp_path, "a") as second:
+        with compress.replacing(tmp_path, "a") as second:
             (second / "a").write_text("second")
         assert (tmp_path / "a").read_text() == "second"
     assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
