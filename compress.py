@@ -3239,7 +3239,8 @@ def written_file(path: Path) -> Path:
     UserError for what is there and is no regular file: a folder, a pipe, a device, a link to
     itself. A file put in its place would end it."""
     target = Path(os.path.realpath(path))
-    if target.is_symlink() or target.exists() and not target.is_file():
+    # /dev/stdout may lead to a pipe, which is there but has no name: so ask for the path itself.
+    if target.is_symlink() or path.exists() and not path.is_file():
         raise UserError(f"{path}: no regular file, so nothing is written there; name another file")
     return target
 

@@ -5423,6 +5423,12 @@ def test_a_pipe_is_refused_by_whatever_writes(tmp_path, checkpoint):
         with pytest.raises(UserError, match="pipe: no regular file, so nothing is written there"):
             write()
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+    reader, writer = os.pipe()
+    without_a_name = Path(f"/proc/self/fd/{writer}")  # as /dev/stdout is before a `|`
+    if without_a_name.exists():  # on Linux
+        with pytest.raises(UserError, match="no regular file"):
+            compress.written_file(without_a_name)
+    os.close(reader), os.close(writer)
 
 
 def test_a_fit_takes_the_place_of_a_link_to_the_checkpoints_own(cli, folder, tmp_path):
