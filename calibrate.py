@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compress
-from compress import method_named, replacing, save_artifact
+from compress import method_named, replacing_file, save_artifact, written_file
 from generate import Parser, fraction, load, whole
 from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
@@ -232,20 +232,19 @@ def writable_folder(text: str) -> Path:
 
 
 def writable_file(text: str) -> Path:
-    """Reads an option: a file for results, which need not exist."""
+    """Reads an option: a file for results, which need not exist. Symbolic links are followed."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"no file can be written at {path}")
-    return writable_folder(str(path.parent)) / path.name
+    writable_folder(str(written_file(path).parent))
+    return path
 
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """Writes a table in the place of an older one. Other keys of a row are left out."""
-    path = path.resolve()  # what a link points to
-    with replacing(path.parent, path.name) as partial_folder:
-        temporary = partial_folder / path.name
+    with replacing_file(path) as partial:
         # Its own encoding, since a locale's may lack a character that a name of a file has.
-        with temporary.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        with partial.open("w", encoding="utf-8", errors="replace", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
@@ -725,7 +724,7 @@ def report_fdc(facts: dict[str, float]) -> str:
         f"At a rate of {facts['rate']:.4g} a head keeps {facts['mean rank of q and k']:.1f} dims "
         f"of its queries and keys and {facts['mean rank of v']:.1f} of its values, in the mean."
     )
-    if math.isnan(kept_accuracy):  # 0/0
+    if not math.isfinite(kept_accuracy):  # over 0
         return f"{ranks} The dense model predicts no token of this text right: try another text."
     return (
         f"{ranks} It predicts {kept_accuracy:.1%} as many tokens right as the dense model does "
@@ -937,6 +936,8 @@ def run_fit(args: argparse.Namespace) -> None:
         for fact, figure in facts.items():
             metadata[fact] = f"{figure:.6g}"
         path = compress.artifact_path(folder, name)
+        if args.out and path.is_symlink():  # by link_files: what it leads to stays as it is
+            path.unlink()
         save_artifact(tensors, path, metadata)
         print(f"{path}: {report_fit(name, facts)}", flush=True)
 

@@ -221,8 +221,9 @@ class Cache(nn.Module):
         """Bytes of one token in the stores that hold every token."""
         return sum(s.token_bytes for s in self.stores() if not isinstance(s, RingStore))
 
-    def miss_rate(self) -> float | None:
-        """The fraction of selected tokens that had to come from host memory, or None."""
+    def miss_rate(self, rows: int | None = None) -> float | None:
+        """The fraction of selected tokens that had to come from host memory, or None. rows: of so
+        many first rows, if others are idle."""
         return None
 
     # ---- 4. The state of a row: what saving, forking and going back need
@@ -607,9 +608,19 @@ def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int
     return Budget(n_sinks, n_selected, n_recent)
 
 
-def kept_tokens(keep: float, length: int) -> int:
-    """Tokens out of `length` that `keep` allows: a fraction up to 1, or a count; at least 1."""
-    tokens = int(keep * length) if keep <= 1 else int(keep)
+# A fraction of a short row would leave too few tokens to answer by: a quarter of "The capital of
+# France is" is one. So a fraction means at least so many tokens (ours), or all of a shorter row.
+LEAST_TOKENS = 64
+
+
+def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
+    """Tokens out of `length` that `keep` allows: above 1 a count, up to 1 a fraction, but at least
+    `least` tokens (None: LEAST_TOKENS)."""
+    if least is None:
+        least = LEAST_TOKENS
+    tokens = int(keep)
+    if keep <= 1:
+        tokens = max(least, int(keep * length))
     return max(1, min(length, tokens))
 
 
@@ -626,7 +637,8 @@ def left_to_select(
 def keep_setting(tokens: float):
     """The field of the methods that are given their tokens in all."""
     text = "tokens attended in all: above 1 a count, up to 1 a fraction of the cache's capacity"
-    return setting(tokens, text, within="(0, inf)")
+    floor = f"but at least {LEAST_TOKENS} tokens (ours)"
+    return setting(tokens, f"{text}, {floor}", within="(0, inf)")
 
 
 @dataclass
@@ -719,7 +731,12 @@ class TopKCache(ScoringCache):
 class LokiSettings:
     """Loki: low-rank keys for sparse attention (arXiv 2406.02542). Saves reads, not bytes."""
 
-    k: float = setting(0.25, "k_f: tokens of a query head, or a fraction", within="(0, inf)")
+    k: float = setting(
+        0.25,
+        "k_f: tokens of a query head; up to 1 a fraction of the row's, "
+        f"but at least {LEAST_TOKENS} tokens (ours)",
+        within="(0, inf)",
+    )
     d: float = setting(0.25, "d_f: leading fraction of D that scoring reads", within="(0, 1]")
     explained: float = setting(
         0.0, "instead of d: a layer's mean Rank@v (App. B.2)", within="[0, 1)"
@@ -809,6 +826,7 @@ class LokiCache(ScoringCache):
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
+        self.least_tokens = LEAST_TOKENS
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.P)
@@ -830,8 +848,8 @@ class LokiCache(ScoringCache):
     def n_best(self, pos: Tensor) -> Tensor | None:
         if self.settings.k > 1:
             return None
-        length = (pos + 1).double()  # of each row: a fraction is of its own
-        return (self.settings.k * length).long().clamp(min=1)
+        length = (pos + 1).double()  # a fraction is of each row's own, as kept_tokens has it
+        return (self.settings.k * length).long().clamp(min=self.least_tokens)
 
     def bytes_read(self, length: int) -> int:
         """d components of every key, then K and V of at most G k selected tokens a KV head."""
@@ -1169,7 +1187,11 @@ class SalsSettings:
     recent: int = setting(
         64, "z: last tokens that are always attended, kept exact", within="[1, 1e9]"
     )
-    keep: float = setting(0.0, "sets y: x + y + z, as part of the capacity", within="[0, 1]")
+    keep: float = setting(
+        0.0,
+        "sets y: x + y + z as a fraction of the capacity (the paper's: of the row's length)",
+        within="[0, 1]",
+    )
     score: str = setting(
         "softmax", "softmax; or sum of logits, without RoPE (paper)", ("softmax", "sum")
     )
@@ -1486,10 +1508,15 @@ def sals_layer_maps(
 
 
 def mean_rotations(context: CacheContext) -> Rotations:
-    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours)."""
-    cos = [block.mean(0) for block in context.cos.split(SCORE_BLOCK)]
-    sin = [block.mean(0) for block in context.sin.split(SCORE_BLOCK)]
-    return Rotations(SCORE_BLOCK, torch.stack(cos), torch.stack(sin))
+    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours).
+
+    A cache may end within its last block. The mean is over the whole block even so: what a row
+    attends then does not depend on how many tokens there is room for."""
+    n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
+    cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
+    mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
+    mean_sin = [block.mean(0) for block in sin.split(SCORE_BLOCK)]
+    return Rotations(SCORE_BLOCK, torch.stack(mean_cos), torch.stack(mean_sin))
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -2469,9 +2496,9 @@ class LrqkCache(Cache):
         tables = self.n_slots + 2 * chosen + 2 * self.rank * c.head_dim  # of 4 bytes
         return (a_k + kv + tables * 4) * c.n_kv_heads
 
-    def miss_rate(self) -> float:
+    def miss_rate(self, rows: int | None = None) -> float:
         """Tokens fetched over tokens selected since the prompt."""
-        selected, missed = self.counts.sum(0).tolist()
+        selected, missed = self.counts[:rows].sum(0).tolist()
         return missed / max(1, selected)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
@@ -3202,15 +3229,35 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
 def save_artifact(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Writes one safetensors file in the place of an old one; OSError where it cannot be."""
     data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
-    with replacing(path.parent, path.name) as partial:
-        # Not save_file, whose files other users cannot read.
-        (partial / path.name).write_bytes(data)
+    with replacing_file(path) as partial:
+        partial.write_bytes(data)  # not save_file, whose files other users cannot read
+
+
+def written_file(path: Path) -> Path:
+    """The file that is written where a user names this path: symbolic links are followed.
+
+    UserError for what is there and is no regular file: a folder, a pipe, a device, a link to
+    itself. A file put in its place would end it."""
+    target = Path(os.path.realpath(path))
+    # /dev/stdout may lead to a pipe, which is there but has no name: so ask for the path itself.
+    if target.is_symlink() or path.exists() and not path.is_file():
+        raise UserError(f"{path}: no regular file, so nothing is written there; name another file")
+    return target
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """A new file to write, which replaces that of a path (written_file) when the block ends."""
+    target = written_file(path)
+    with replacing(target.parent, target.name) as partial:
+        yield partial / target.name
 
 
 @contextmanager
 def replacing(folder: Path, name: str) -> Iterator[Path]:
     """A new folder to make files in, NAME.*.partial. They replace those of `folder` when the block
-    ends, config.json last."""
+    ends, config.json last. Links there are replaced: in a folder of `fit --out` they lead to the
+    files of another checkpoint."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{glob.escape(name)}.*.partial"):  # by a process that was killed

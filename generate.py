@@ -109,7 +109,7 @@ class Progress:
         """n more of the total are done."""
         self.done = min(self.done + n, self.total)
         now = time.time()
-        if now - self.shown > 10:
+        if now - self.shown > 10 and self.done < self.total:
             self.shown = now
             left = (now - self.started) / self.done * (self.total - self.done)
             so_far = f"{self.label} {self.done:.0f}/{self.total:.0f}"
@@ -519,11 +519,13 @@ class Engine:
             start = int(self.pos[row])
             self.logits[row] = self.model.extend(tokens, row, start, self.caches, bar.tick)
             self.pos[row] += len(tokens)
-        self.check_logits()
+        self.check_logits(rows)
 
-    def check_logits(self) -> None:
-        """Raises UserError where the last logits are no numbers to choose by."""
-        if not self.logits.isfinite().all():
+    def check_logits(self, rows: list[int] | None = None) -> None:
+        """Raises UserError where the last logits of these rows (None: all) are no numbers to choose
+        by. What an idle row has left there is nobody's."""
+        logits = self.logits if rows is None else self.logits[rows]
+        if not logits.isfinite().all():
             dtype = self.logits.dtype
             raise UserError(f"the logits are not finite in {dtype}; use --dtype bf16 or fp32")
 
@@ -703,8 +705,9 @@ def decode_tokens(
 
     stops(ids) sees all ids that a row has made. stride: steps between two looks at the tokens; more
     than 1 spares the device the wait for the host, but leaves tokens after a stop in the cache."""
-    running = list(range(rows or engine.context.batch_size))
-    made = {row: [] for row in running}
+    in_use = list(range(rows or engine.context.batch_size))
+    running = list(in_use)
+    made = {row: [] for row in in_use}
     n = 0
     if max_new_tokens > 0:
         engine.draw()
@@ -722,7 +725,7 @@ def decode_tokens(
                 if is_stop:
                     running.remove(row)
                 yield NewToken(row, tokens[row], is_stop)
-    engine.check_logits()
+    engine.check_logits(in_use)
 
 
 def decode_rows(
@@ -807,11 +810,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def mean_miss_rate(caches: list[Cache]) -> float | None:
-    """Over the layers; None of a method that fetches nothing."""
+def mean_miss_rate(caches: list[Cache], rows: int) -> float | None:
+    """Of the first `rows` rows, over the layers; None of a method that fetches nothing."""
     rates = []
     for cache in caches:
-        rate = cache.miss_rate()
+        rate = cache.miss_rate(rows)
         if rate is not None:
             rates.append(rate)
     return round(sum(rates) / len(rates), 4) if rates else None
@@ -856,7 +859,7 @@ def report_of(llm: "LLM", run: Run) -> dict:
         **cache_bytes(engine.caches),
         "bytes_read_per_step": bytes_read,
         "peak_memory_bytes": peak_memory(context.device),
-        "miss_rate": mean_miss_rate(engine.caches),
+        "miss_rate": mean_miss_rate(engine.caches, run.rows),
         "capture_s": round(engine.capture_s, 3),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
@@ -880,9 +883,17 @@ def saved_facts(path: Path) -> SavedFacts:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{path}: truncated or damaged ({error}); save it again") from None
+    return facts_of(metadata, path)
+
+
+def facts_of(metadata: dict[str, str], path: Path) -> SavedFacts:
+    """The facts in the metadata of a file of `LLM.save`. UserError if they are of no rows."""
     if "rows" not in metadata:
         raise UserError(f"{path}: this is no saved cache; give a file of --save_cache")
-    return SavedFacts(*json.loads(metadata["rows"]))
+    facts = SavedFacts(*json.loads(metadata["rows"]))
+    if not facts.lengths:
+        raise UserError(f"{path}: there is no row in it; save it again, after a prompt")
+    return facts
 
 
 class HeldMemory(NamedTuple):
@@ -984,7 +995,7 @@ class LLM:
         self._begin_run(follow)
         rows = len(self.token_ids)
         for first in range(0, len(ids), rows):
-            for _ in self._answer(ids[first : first + rows], request):
+            for _ in self._answer(ids[first : first + rows], request, follow):
                 pass
         return self.run.outputs[0] if is_one else list(self.run.outputs)
 
@@ -1029,8 +1040,9 @@ class LLM:
 
     @errors_in_python_words()
     def prefill(self, prompts: Prompt | list[Prompt]) -> None:
-        """Reads one prompt, or a list of one for each row. `generate` and `stream` with follow=True
-        go on from there, and so does `ask`; `save` keeps it."""
+        """Reads one prompt, or a list of one for each row; rows without one hold nothing then.
+        `generate` and `stream` with follow=True go on from there, and so does `ask`; `save` keeps
+        it."""
         if not is_one_prompt(prompts):
             n = len(prompts)
             rows = len(self.token_ids) or self.batch_size or n
@@ -1079,7 +1091,7 @@ class LLM:
                 group = ids[first : first + rows]
                 for row in range(len(group)):
                     self._restore(row, n, state, document)
-                for _ in self._answer(group, request):
+                for _ in self._answer(group, request, follow=True):
                     pass
         finally:
             self._restore(0, n, state, document)
@@ -1121,17 +1133,23 @@ class LLM:
         engine = self.engine
         self.token_ids = [ids[:n] for ids in self.token_ids]
         can_go_back = all(type(cache) is compress.DenseCache for cache in engine.caches)
-        if can_go_back and int(engine.pos.min()) >= n:
-            engine.pos.fill_(n - 1)
-            engine.append([ids[-1:] for ids in self.token_ids])  # for the logits after it
+        but_last = []  # of each row: its tokens but the last, after which logits are wanted
+        for ids, held in zip(self.token_ids, engine.pos.tolist(), strict=True):
+            but_last.append(max(0, len(ids) - 1))
+            if held < but_last[-1]:  # an idle row, which gave its places up
+                can_go_back = False
+        if can_go_back:
+            engine.pos.copy_(torch.tensor(but_last))
+            engine.append([ids[-1:] for ids in self.token_ids])
         else:
             engine.prefill(self.token_ids)
 
     @errors_in_python_words()
     def save(self, path: str | Path, note: object = None) -> None:
-        """Writes what the rows hold, and no more, as one safetensors file.
+        """Writes what the rows hold, and no more, as one safetensors file. Links are followed.
 
-        OSError where it cannot be written. note: what else the file shall tell, in JSON
+        OSError where it cannot be written, and UserError where the path is of something that is no
+        regular file. note: what else the file shall tell, in JSON
         (`saved_facts` reads it)."""
         self._check_rows()
         self._end_stream()
@@ -1160,8 +1178,13 @@ class LLM:
         started = time.time()
         remedy = "load it with the options that saved it, or save it again"
         metadata, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
-        facts = SavedFacts(*json.loads(metadata["rows"]))
-        longest = max(facts.lengths)
+        facts = facts_of(metadata, Path(path))
+        ids = []  # of each row; a step may still have to write the last one
+        for i in range(len(facts.lengths)):
+            if f"{i}.ids" not in tensors:
+                raise UserError(f"{path}: the ids of row {i} are missing; save it again")
+            ids.append(tensors[f"{i}.ids"].tolist())
+        longest = max(len(row) for row in ids)
         if self.engine is None:
             if self.max_seq_length is None:
                 self.max_seq_length = max(facts.max_seq_length, longest + room)
@@ -1177,20 +1200,22 @@ class LLM:
 
         states = []
         for i, n in enumerate(facts.lengths):
-            state = {"ids": tensors.get(f"{i}.ids")}
+            state = {}
             for name, x in self.engine.row_state(0, n).items():
                 saved = tensors.get(f"{i}.{name}")
                 if saved is None or saved.shape != x.shape:
                     was = f"saved with --max_seq_length {facts.max_seq_length}"
                     fault = f"{was}, for which the budget is not that of {self.max_seq_length}"
                     remedy = f"give --max_seq_length {facts.max_seq_length}"
+                    if longest + room > facts.max_seq_length:  # what is to follow would not fit
+                        remedy = f"save it again with --max_seq_length {self.max_seq_length}"
                     raise UserError(f"{path}: {fault}; {remedy}")
                 state[name] = saved
             states.append(state)
         self._begin_run()
         for row in range(rows):
             i = row % len(states)
-            self._restore(row, facts.lengths[i], states[i], states[i]["ids"].tolist())
+            self._restore(row, facts.lengths[i], states[i], ids[i])
         self.run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
         self.run.rows = rows
         self.run.prefill_s = clock(self.engine.context.device) - started
@@ -1312,8 +1337,11 @@ class LLM:
             read_s = self.run.prefill_s
         self.run = Run(prefill_s=read_s)
 
-    def _answer(self, prompts: list[list[int]], request: Request) -> Iterator[NewToken]:
-        """Steps 3 to 7 for one group of prompts, one in each of the first rows.
+    def _answer(
+        self, prompts: list[list[int]], request: Request, follow: bool = False
+    ) -> Iterator[NewToken]:
+        """Steps 3 to 7 for one group of prompts, one in each of the first rows. follow: the other
+        rows keep their ids, to be read again when they are wanted.
 
         Yields the tokens of the answers. The books are kept at each of them, so that the caller may
         take no more: `token_ids` and the outputs have what was yielded."""
@@ -1322,7 +1350,7 @@ class LLM:
         device = engine.context.device
         run.rows = len(prompts)
         started = clock(device)
-        self._read(prompts)
+        self._read(prompts, follow)
         read_s = clock(device) - started
         if run.first_token_s is None:  # later groups are no part of it
             run.prefill_s += read_s
@@ -1361,9 +1389,9 @@ class LLM:
                 for output, prompt in zip(outputs, prompts, strict=True):
                     output.text = self.tokenizer.decode(output.token_ids, prompt)
 
-    def _read(self, prompts: list[list[int]]) -> None:
+    def _read(self, prompts: list[list[int]], follow: bool) -> None:
         """Makes the first rows hold a prompt each. Where all begin with what their rows hold, only
-        what is new is read."""
+        what is new is read. The other rows hold nothing then, or with follow what they held."""
         positions = self.engine.pos.tolist()
         new = []
         goes_on = True
@@ -1375,13 +1403,14 @@ class LLM:
         try:
             if not goes_on:
                 self.engine.prefill(prompts + idle)
-                self.token_ids[len(prompts) :] = idle
             elif any(new):
                 self.engine.append(new + idle)
         except BaseException:  # Ctrl-C, too: what the rows hold now is nobody's
             self.engine.pos.zero_()
             raise
         self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
+        if not follow:
+            self.token_ids[len(prompts) :] = idle
 
     def _pieces(self, prompt: Prompt, request: Request, follow: bool) -> Generator[str, None, None]:
         """The generator behind `stream`."""
@@ -1393,7 +1422,7 @@ class LLM:
             self._open_stream = own
             self._tokenizer_for_text()
             decoder = StreamDecoder(self.tokenizer, ids[0])
-            for token in self._answer(ids, request):
+            for token in self._answer(ids, request, follow):
                 yield decoder.push(token.id)
             yield decoder.flush()
 
@@ -1626,6 +1655,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         parser.error("--load_cache has the prompt; give --ask, or nothing")
     if args.chat and (args.ask or not args.prompt):
         parser.error("--chat needs a --prompt, and takes no --ask")
+    if args.save_cache:
+        compress.written_file(args.save_cache)  # says now what is no file, not after the prompt
     return args
 
 

@@ -354,18 +354,21 @@ def make_engine(
     graphed: bool = False,
     exact_values: bool = False,
     block: int | None = None,
+    least_tokens: int = 1,
     **options,
 ) -> Engine:
     """An engine over a method's caches, by default with an artifact_of the model.
 
     exact_values: SALS's values are no codes. block: tokens that share a query in SALS's scores; by
-    default few in a short cache. options: the method's settings."""
+    default few in a short cache. least_tokens: of a fraction, 1 as in the papers. options: the
+    method's settings."""
     context = CacheContext(model, rows, capacity, kernel)
     artifact = artifact or artifact_of(method, model)
     if block is None:
         block = 16 if capacity < 512 else 512
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compress, "SCORE_BLOCK", block)
+        patch.setattr(compress, "LEAST_TOKENS", least_tokens)
         if exact_values:
             patch.setattr(compress, "CodedStore", PlainValues)
             patch.setattr(compress, "PaperSalsValues", PlainValuesByToken)
@@ -2086,7 +2089,7 @@ def pure_loki(cache, row, n, q, k, v):
         return k[:n, h] @ basis[h], v[:n, h]
 
     def step(i, h, q, k, v, stored):
-        n_selected = compress.kept_tokens(cache.settings.k, i + 1)
+        n_selected = compress.kept_tokens(cache.settings.k, i + 1, least=1)
         return compress.loki_step(q, k, v, stored, basis[h], cache.d, n_selected)
 
     return by_head(cache, q, k, v, n, start, step)
@@ -2402,7 +2405,7 @@ class Selector(NamedTuple):
 
 
 SELECTORS = [
-    Selector("topk", {"keep": 0.31}, budget=24, recent=1, best="largest"),  # of 80: rounded down
+    Selector("topk", {"keep": 24.8}, budget=24, recent=1, best="largest"),  # rounded down
     Selector("loki", {"k": 12, "d": 0.25}, budget=12),
     Selector("loki", {"k": 9, "d": 1.0}, budget=9, best="each"),
     Selector("loki", {"k": 9, "d": 1.0, "share": "group"}, budget=9, best="largest"),
@@ -5557,9 +5560,9 @@ def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
 def test_two_that_write_one_file_do_not_meet(tmp_path):
     (killed := tmp_path / "a.killed.partial").mkdir()
     os.utime(killed, (0, 0))
-    with calibrate.replacing(tmp_path, "a") as first:
+    with compress.replacing(tmp_path, "a") as first:
         (first / "a").write_text("first")
-        with calibrate.replacing(tmp_path, "a") as second:
+        with compress.replacing(tmp_path, "a") as second:
             (second / "a").write_text("second")
         assert (tmp_path / "a").read_text() == "second"
     assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
@@ -6238,3 +6241,322 @@ def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, t
         q.copy_(q[:16].repeat(8, 1)), k.copy_(k[:16].repeat(4, 1))
     values = calibrate.fdc_bases(model, tiny_tokens(1, 32), 512)["qk.values"]
     assert error(values, values[:, :1].expand_as(values)) < 1e-5
+
+
+# ---- what users met
+
+
+WRITERS = {
+    "generate --prompt hello --max_new_tokens 1 --save_cache {}": "0.ids",
+    "ranks --windows 1 --window 16 --csv {}": "layer,pre",
+}
+
+
+@pytest.mark.parametrize("line", WRITERS)
+def test_links_are_written_through_and_what_is_no_regular_file_stays_as_it_is(line, cli, tmp_path):
+    """A pipe, a folder, a link to either, or to itself. A device is one more, but not for tests:
+    who has the right to replace it loses /dev/null."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "file").write_text("old")
+    links = {"link": "large/file", "hanging": "large/new", "second": "link"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+        assert cli(line.format(tmp_path / name))[0] == 0
+        assert (tmp_path / name).is_symlink()
+        assert WRITERS[line].encode() in (tmp_path / name).read_bytes()[:2000]
+    assert {file.name for file in (tmp_path / "large").iterdir()} == {"file", "new"}
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "to_pipe", "loop", "large"):
+        mode = (tmp_path / name).lstat().st_mode
+        with mock.patch.object(generate, "load", side_effect=AssertionError("it is refused late")):
+            assert f"{tmp_path / name}" in cli.refusal(line.format(tmp_path / name))
+        assert (tmp_path / name).lstat().st_mode == mode
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_a_pipe_is_refused_by_whatever_writes(tmp_path, checkpoint):
+    os.mkfifo(tmp_path / "pipe")
+    llm = small_llm(checkpoint)
+    llm.prefill("hello")
+    writers = [
+        lambda: llm.save(tmp_path / "pipe"),
+        lambda: save_artifact({"a": torch.zeros(1)}, tmp_path / "pipe", {}),
+        lambda: calibrate.save_csv(tmp_path / "pipe", ["a"], [{"a": 1}]),
+    ]
+    for write in writers:
+        with pytest.raises(UserError, match="pipe: no regular file, so nothing is written there"):
+            write()
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+    reader, writer = os.pipe()
+    without_a_name = Path(f"/proc/self/fd/{writer}")  # as /dev/stdout is before a `|`
+    if without_a_name.exists():  # on Linux
+        with pytest.raises(UserError, match="no regular file"):
+            compress.written_file(without_a_name)
+    os.close(reader), os.close(writer)
+
+
+def test_a_fit_takes_the_place_of_a_link_to_the_checkpoints_own(cli, folder, tmp_path):
+    """Of those links that --out makes: the checkpoint's files stay as they are."""
+    line = "fit --method loki --windows 1 --window 8"
+    assert cli(line)[0] == 0
+    before = (folder / "loki.safetensors").read_bytes()
+    assert cli(f"{line} --windows 2 --out {tmp_path / 'out'}")[0] == 0
+    made = tmp_path / "out" / "loki.safetensors"
+    assert not made.is_symlink() and made.read_bytes() != before
+    assert (folder / "loki.safetensors").read_bytes() == before
+
+
+def logits_in(capacity: int, method: str, options: dict) -> torch.Tensor:
+    """Logits of two rows, of which one fills a cache of 101 tokens, in fp64. SALS's blocks are of
+    64 tokens: this one ends within its last block."""
+    model = tiny_model(head_dim=width_for(method)).double()
+    prompts = [random_ids(n, n) for n in (70, 33)]
+    more = [random_ids(31, seed) for seed in (5, 6)]
+    engine = make_engine(model, method, 2, capacity, block=64, **options_for(model.config, options))
+    return logits_through(engine, prompts, more)
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_the_capacity_changes_no_logits(method, options):
+    """Where budgets are given in tokens, or as a fraction of a row's own length. Not to the bit:
+    sums over more zeros are rounded in another order, those over codes in fp32."""
+    few = logits_in(101, method, options)
+    for capacity in (128, 160):
+        assert error(logits_in(capacity, method, options), few) < 1e-5
+
+
+def test_a_fraction_is_of_enough_tokens_in_short_rows():
+    """At least 64, or all that there are; a count is taken as it is given."""
+    assert [compress.kept_tokens(0.25, n) for n in (5, 64, 100, 256, 260, 4096)] == [
+        *(5, 64, 64, 64, 65, 1024)
+    ]
+    assert [compress.kept_tokens(10, n) for n in (5, 64, 4096)] == [5, 10, 10]
+    cache, qkv = scene("loki", 5, 300, d=0.5, least_tokens=compress.LEAST_TOKENS)
+    for n in range(5, 300):
+        _, chosen = watched_step(cache, n, *qkv)
+        assert (chosen.sum(-1) == compress.kept_tokens(0.25, n + 1)).all(), n
+    for method in ("loki", "topk"):
+        name = {"loki": "k", "topk": "keep"}[method]
+        fields = compress.method_named(method).settings.__dataclass_fields__
+        assert "at least 64 tokens (ours)" in fields[name].metadata["help"]
+
+
+@pytest.mark.parametrize("method, options", [("loki", {}), ("topk", {"keep": 0.1})])
+def test_a_short_prompt_is_answered_as_dense_answers_it(method, options):
+    """The issue's prompt: five tokens, of which a quarter is one."""
+    prompt = "The capital of France is"
+    dense, short = (
+        generate.LLM(method=name, device="cpu", max_seq_length=100, **settings)
+        for name, settings in (("dense", {}), (method, options))
+    )
+    made = [llm.generate(prompt, 40, ignore_eos=True) for llm in (dense, short)]
+    assert made[0] == made[1] and made[0].prompt_tokens < 10
+
+
+def test_what_an_idle_row_has_left_stops_nothing(checkpoint):
+    llm = small_llm(checkpoint, batch_size=2)
+    expected = llm.generate("who is it", 5, ignore_eos=True)
+    llm.engine.logits[1] = math.nan
+    assert llm.generate("who is it", 5, ignore_eos=True) == expected
+    llm.engine.logits[1] = math.nan
+    llm.prefill("hello there")
+    assert llm.generate(" who", 5, ignore_eos=True, follow=True).token_ids
+    extend = Llama.extend
+    for bad in range(2):  # of a row that is read
+        with mock.patch.object(
+            Llama,
+            "extend",
+            lambda self, tokens, row, *rest, bad=bad: (
+                extend(self, tokens, row, *rest) * (math.nan if row == bad else 1)
+            ),
+        ):
+            with pytest.raises(UserError, match="the logits are not finite"):
+                llm.generate(["who", "hello"], 3)
+
+
+def test_a_loaded_row_has_room_behind_its_ids(checkpoint, tmp_path):
+    """The last of them is yet to be written by a step."""
+    llm = small_llm(checkpoint, max_seq_length=20)
+    made = llm.generate([5, 6, 7], 9, ignore_eos=True)
+    llm.save(tmp_path / "cache")
+    again = small_llm(checkpoint)
+    again.max_seq_length = None
+    again.load(tmp_path / "cache", room=15)
+    assert again.token_ids[0] == [5, 6, 7, *made.token_ids] and again.max_seq_length == 12 + 15
+    eight, fifteen = (
+        each.generate([[]], n, ignore_eos=True, follow=True)[0].token_ids
+        for each, n in ((llm, 8), (again, 15))
+    )
+    assert fifteen[:8] == eight and len(fifteen) == 15
+
+
+def test_a_saved_cache_without_rows_or_ids_is_refused(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill("hello there")
+    llm.save(tmp_path / "cache")
+    with compress.safe_open(tmp_path / "cache", "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "cache")
+    none = metadata | {"rows": json.dumps([[], 60, None])}
+    without_ids = {name: x for name, x in tensors.items() if name != "0.ids"}
+    damaged = [(tensors, none, "there is no row in it"), (without_ids, metadata, "ids of row 0")]
+    for tensors, metadata, message in damaged:
+        save_artifact(tensors, tmp_path / "bad", metadata)
+        with pytest.raises(UserError, match=message):
+            llm.load(tmp_path / "bad")
+    assert llm.token_ids == [llm.encode("hello there")]  # as it was
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_rows_without_a_prompt_hold_nothing(goes_on, checkpoint):
+    """Whether or not the other rows go on from what they hold; and with follow they keep it."""
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    more = [*llm.token_ids[0], 7] if goes_on else [7, 8, 9]
+    first, other = (list(ids) for ids in llm.token_ids)
+    for call in (llm.prefill, lambda prompt: llm.generate(prompt, 2)):
+        llm.prefill([first, other])
+        call(more)
+        assert llm.token_ids[0][: len(more)] == more and llm.token_ids[1] == []
+        assert llm.engine.pos[1] == 0
+    llm.prefill([first, other])
+    llm.generate([7], 2, follow=True, ignore_eos=True)
+    assert llm.token_ids[1] == other
+    fresh = small_llm(checkpoint)
+    fresh.prefill([llm.token_ids[0], other])
+    after = [each.generate([[5], [5]], 4, ignore_eos=True, follow=True) for each in (llm, fresh)]
+    assert after[0] == after[1]
+
+
+def test_lrqks_refusal_of_a_saved_cache_says_what_works(cli, tmp_path):
+    """Its slots depend on the capacity: where what follows does not fit that of the file, the file
+    has to be made again."""
+    save = f"generate --method lrqk --k 30 --recent 4 --prompt 20 --save_cache {tmp_path}/cache"
+    load = f"generate --method lrqk --k 30 --recent 4 --load_cache {tmp_path}/cache"
+    assert cli(f"{save} --max_new_tokens 1")[0] == 0
+    advice = cli.refusal(f"{load} --max_new_tokens 25").rpartition("; ")[2]
+    assert advice.strip() == "save it again with --max_seq_length 45"
+    assert cli(f"{save} --max_new_tokens 1 --max_seq_length 45")[0] == 0
+    assert cli(f"{load} --max_new_tokens 25")[0] == 0
+    code, _, message = cli(f"{load} --max_new_tokens 2 --max_seq_length 30")
+    assert code == 2 and message.strip().endswith("; give --max_seq_length 45")
+    assert cli(f"{load} --max_new_tokens 2 --max_seq_length 45")[0] == 0
+
+
+def test_misses_are_those_of_the_rows_in_use(checkpoint):
+    options = {"k": 4, "recent": 2, "rank": 2, "max_seq_length": 80}
+    prompt = random_ids(40, vocab=300)
+    rates = []
+    for rows in (1, 3):
+        llm = small_llm(checkpoint, method="lrqk", batch_size=rows, **options)
+        if rows > 1:
+            llm.generate([prompt, prompt[:20], prompt[5:]], 4, ignore_eos=True)
+        llm.generate(prompt, 12, ignore_eos=True)
+        rates.append(llm.report()["miss_rate"])
+    assert rates[0] == rates[1] > 0
+
+
+def test_crop_takes_each_row_to_its_own_place(folder, monkeypatch):
+    """Dense rows of which one has stopped, is short, or is empty: none of them is read again."""
+    texts = ["hello", "and so on", "who is it that comes there"]
+    llm = small_llm(folder)
+    made = llm.generate(texts, 20, ignore_eos=True)
+    edit_json(folder / "config.json", eos_token_id=made[0].token_ids[2])
+    for n in (12, 6, 3, 1):
+        llm = small_llm(folder, batch_size=4)
+        outputs = llm.generate(texts, 20)
+        assert outputs[0].finish_reason == "stop" and len(llm.token_ids[0]) < llm.engine.pos[0]
+        cropped = [ids[:n] for ids in llm.token_ids]
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "prefill", lambda *_: pytest.fail("all is read again"))
+            llm.crop(n)
+        assert llm.token_ids == cropped and llm.engine.pos.tolist() == [len(ids) for ids in cropped]
+        fresh = small_llm(folder, batch_size=4)
+        fresh.prefill(cropped[:3])
+        assert error(llm.engine.logits[:3], fresh.engine.logits[:3]) < 1e-5
+        goes_on = [
+            each.generate([[]] * 3, 6, ignore_eos=True, follow=True) for each in (llm, fresh)
+        ]
+        assert goes_on[0] == goes_on[1]
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_codes_are_the_nearest_to_the_stored_minimum_and_scale(bits, dim):
+    """In fp64, for groups of all sizes down to those whose scale is one of fp16's smallest."""
+    torch.manual_seed(bits)
+    sizes = torch.logspace(-6.5, 3, 96)
+    x = (torch.randn(96, 64, 64) + torch.randn(96, 1, 1)) * sizes[:, None, None]
+    codes, low_scale = quantize(x, bits, 32, dim)
+    numbers = x.double().unflatten(dim, (-1, 32))
+    codes = kernels.unpack(codes, bits).double().unflatten(dim, (-1, 32))
+    low, scale = (part.unsqueeze(dim) for part in low_scale.double().unbind(-1))
+    errors = [(low + scale * code - numbers).abs() for code in range(2**bits)]
+    lost = (low + scale * codes - numbers).abs() - torch.stack(errors).amin(0)
+    assert (scale > 0).all() and (lost <= 1e-3 * scale).all()
+
+
+def test_yarns_last_slowed_pair_may_lie_beyond_the_last_one():
+    """Of 64 pairs: at a base of 1e4 it takes pair 64.3 to turn once in 65536 positions, so that
+    pairs 40 to 65 are blended, and the last one is not slowed in full."""
+    rope = {"factor": 4.0, "original_max_position_embeddings": 65536}
+    config = tiny_config(head_dim=128, rope_theta=1e4)
+    inv_freq = 1e4 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    slowed = ((torch.arange(64).double() - 40) / (65 - 40)).clamp(0, 1)
+    expected = inv_freq * (1 - slowed) + inv_freq / 4 * slowed
+    assert error(model_file.scale_yarn(inv_freq, rope, config).inv_freq, expected) < 1e-12
+    assert 0 < slowed[-1] < 1
+
+
+# Of methods that give a decode step other numbers than a prompt, however short: of this file none.
+LOSSY_AT_ONCE = set()
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_short_first_prompts_in_fp16_go_on_as_if_decoded_token_by_token(method, options):
+    """Prompts of 1 to 5 tokens: finite logits, and the ids that follow if the first token is read
+    and the others are decoded."""
+    model = tiny_model(head_dim=width_for(method))
+    more = options_for(model.config, options) | {"least_tokens": compress.LEAST_TOKENS}
+    prompts = [random_ids(n, n) for n in (1, 2, 3, 4, 5)]
+    together, alone = (
+        make_engine(tiny_model(head_dim=width_for(method)).half(), method, rows, 24, **more)
+        for rows in (5, 1)
+    )
+    together.prefill(prompts)
+    assert together.logits.isfinite().all()
+    made = decode_rows(together, 8, lambda _: False)
+    assert together.logits.isfinite().all()
+    for row, (ids, new) in enumerate(zip(prompts, made, strict=True)):
+        for name, x in together.row_state(row, int(together.pos[row])).items():
+            # an infinite proxy would only change a selection
+            assert x.float().isfinite().all(), name
+        if method in LOSSY_AT_ONCE or options.get("reduced"):
+            continue
+        alone.prefill([ids[:1]])
+        for token in ids[1:]:
+            alone.tokens.fill_(token)
+            alone.step()
+        assert decode_rows(alone, 8, lambda _: False) == [new], len(ids)
+
+
+def test_a_fit_of_fdc_on_a_random_model_says_so():
+    """Whose accuracy is 0, that of dense and maybe that of the fit: no figure over it is one."""
+    facts = {"rate": 0.0, "mean rank of q and k": 16.0, "mean rank of v": 16.0, "floor": 0.99}
+    facts["perplexity of dense's"] = 1.0
+    for figure in (math.nan, math.inf):
+        facts["accuracy of dense's"] = figure
+        said = calibrate.report_fit("fdc", facts)
+        assert said.endswith("no token of this text right: try another text.")
+        assert "nan" not in said and "inf" not in said
+
+
+def test_progress_ends_without_a_line(capsys):
+    """What is done needs no "0 s left"."""
+    progress = generate.Progress("reading", 4)
+    progress.started = progress.shown = progress.shown - 60
+    progress.tick(4)
+    assert capsys.readouterr() == ("", "")

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 import calibrate
 from calibrate import save_csv, text_ids, writable_file, writable_folder
-from compress import load_artifact, replacing
+from compress import load_artifact, replacing_file
 from extras.evaluate import (
     ANSWER_ROOM,
     TASKS,
@@ -431,8 +431,8 @@ def draw(png: Path, path: Path, *more: Path) -> None:
         draw_needles(figure, rows)
     else:
         draw_lines(figure, rows, path.stem)
-    with replacing(png.parent, png.name) as partial:
-        figure.savefig(partial / png.name, dpi=150)
+    with replacing_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=150)
     print(png)
 
 

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import model as model_file
-from calibrate import replacing, writable_folder
+from calibrate import writable_folder
+from compress import replacing
 from generate import DTYPES, Parser, Progress
 from model import (
     LLAMA3_SPLIT,

@@ -40,7 +40,14 @@ from torch.utils.data import DataLoader
 
 import compress
 from calibrate import input_roots, text_files, text_ids, writable_file, writable_folder
-from compress import load_artifact, method_named, replacing, save_artifact, settings_from
+from compress import (
+    load_artifact,
+    method_named,
+    replacing,
+    replacing_file,
+    save_artifact,
+    settings_from,
+)
 from extras.evaluate import TASKS, TRAINED_TASKS, Candidate, Haystack
 from generate import Parser, fraction, positive, whole
 from model import (
@@ -357,8 +364,8 @@ def learning_rate(peak: float, done: int, total: int) -> float:
 def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
     """Writes weights, both moments and the number of steps done, in one file of torch.save."""
     state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with replacing(path.parent, path.name) as partial_folder:
-        torch.save(state, partial_folder / path.name)
+    with replacing_file(path) as partial:
+        torch.save(state, partial)
 
 
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:
