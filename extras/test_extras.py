@@ -106,6 +106,7 @@ CASES = [
     ("doublesparse", {"keep": 24, "channels": 0.25, "skip": "1"}),
     ("shadowkv", SHADOW),
     ("snapkv", SNAP),
+    ("random", {"keep": 24}),
     *(("turboquant", {"bits": bits}) for bits in (2, 4)),
     *(("fp8", {}), ("fp8", CENTRED), ("turboquant", CENTRED)),
     ("sals_cann", {"keep": 24, "page": 4}),
@@ -123,19 +124,20 @@ test_all.EXACT |= {"shadowkv": shadowkvs_exact}
 EVERYTHING = [
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
-    *((method, {}) for method in ("h2o", "quest", "snapkv")),
+    *((method, {}) for method in ("h2o", "quest", "snapkv", "random")),
     ("shadowkv", SHADOW_ALL),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
 # A prompt alone decides scales, mean keys, and which tokens are still held: here it decides none.
-SPLITS = [case for case in CASES if case[0] not in ("h2o", "snapkv", "fp8")]
+SPLITS = [case for case in CASES if case[0] not in ("h2o", "snapkv", "random", "fp8")]
 SPLITS = [case for case in SPLITS if case[1] != CENTRED] + [("h2o", {"keep": 64, "window": 64})]
-SPLITS += [("snapkv", {"keep": 64})]
+SPLITS += [("snapkv", {"keep": 64}), ("random", {"keep": 64})]
 SELECTORS = [
     ("streaming", {"sinks": 0, "recent": 6}, 6, 0, 6, 0, ""),
     ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
     ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
     ("snapkv", SNAP, 24, 0, 8, 7, "early"),
+    ("random", {"keep": 24}, 24, 0, 12, 0, ""),
     ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25}, 24, 0, 1, 0, ""),
@@ -152,6 +154,7 @@ BYTES_READ = [
     ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
     ("doublesparse", {"keep": 24, "channels": 0.25, "skip": ""}, 80, 24 * 512 + 80 * 64),
     ("snapkv", SNAP, 80, 24 * 512),
+    ("random", {"keep": 24}, 80, 24 * 512),
     ("turboquant", {"bits": 2}, 80, 80 * 2 * 4 * (4 + 2)),
     ("fp8", {}, 80, 80 * 2 * 4 * 16),
     ("sals_cann", {"keep": 24, "page": 4}, 80, 24 * 2 * 4 * 20 + 80 * 4 * (4 + 2)),
@@ -168,6 +171,7 @@ SAME_WITH_KERNELS = [
     ("h2o", {"keep": 24}, 2, "logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("snapkv", SNAP, 2, "plain"),
+    ("random", {"keep": 24}, 2, "plain"),
     ("fp8", CENTRED, 2, "logits"),
     ("turboquant", {"bits": 2, "head_dim": 80}, 2, ""),
     ("sals_cann", {"head_dim": 80}, 2, "scores select"),
@@ -278,12 +282,12 @@ def pure_h2o(cache, row, n, q, k, v):
         last = places[-cache.settings.window :]
         logits = torch.einsum("igd,sd->gis", grouped[last, h], k[:n, h]) / 4  # D is 16
         attention = logits.masked_fill(places > last[:, None], -torch.inf).softmax(-1).sum((0, 1))
-        ranked = attention.masked_fill(places >= n - cache.recent, torch.inf)
+        ranked = attention.masked_fill(places >= n - cache.keys.n_recent, torch.inf)
         kept = ranked.topk(min(n, cache.n_slots)).indices.sort().values
         return k[kept, h], v[kept, h], kept, attention[kept]
 
     def step(i, h, q, k, v, stored):
-        return baselines.h2o_step(q, k, v, stored, cache.n_slots, cache.recent)
+        return baselines.h2o_step(q, k, v, stored, cache.n_slots, cache.keys.n_recent)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
@@ -304,6 +308,30 @@ def pure_snapkv(cache, row, n, q, k, v):
             stored = (torch.cat((x[:prompt], x[prompt + 1 :])) for x in stored)
         keys, values, kept = stored = compress.appended(stored, k, v, torch.tensor(i))
         return (q @ keys.mT / 4).softmax(-1) @ values, kept, stored  # D is 16
+
+    return test_all.by_head(cache, q, k, v, n, start, step)
+
+
+def pure_random(cache, row, n, q, k, v):
+    """Ten tokens of a prompt that were drawn, then the last ten: the oldest of these goes where
+    there are more."""
+    q = cache.rope_from(q, 0)
+    k = cache.rope_from(k, 0)
+    n_heads = k.shape[1]
+    draws = torch.rand(n_heads, n, generator=torch.Generator().manual_seed(0))
+
+    def start(h):
+        kept = baselines.random_prompt(draws[h], 10, 10)
+        return k[kept, h], v[kept, h], kept
+
+    def step(i, h, q, k, v, stored):
+        keys, values, positions = stored
+        if len(keys) == 20:
+            left = torch.arange(20) != 10
+            stored = keys[left], values[left], positions[left]
+        keys, values, positions = compress.appended(stored, k, v, torch.tensor(i))
+        output = (q @ keys.mT / 4).softmax(-1) @ values  # D is 16
+        return output, positions, (keys, values, positions)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
@@ -362,6 +390,7 @@ STEPS = {  # as in test_all.py
     "h2o_step": ({"keep": 20, "window": 12}, pure_h2o, None),
     "turboquant": ({"bits": 4}, pure_turboquant, None),
     "snapkv_step": ({"keep": 20, "room": 8, "window": 6, "pool": 3}, pure_snapkv, None),
+    "random_step": ({"keep": 20}, pure_random, None),
     "fp8_step": ({}, pure_fp8, None),
     "fp8_step centred": (CENTRED, pure_fp8, None),
     "sals_cann": ({"keep": 40, "page": 4}, pure_sals_cann, None),
@@ -403,6 +432,36 @@ def test_snapkv_keeps_what_the_papers_listing_does(pool):
     kept = {*pooled.topk(10).indices.tolist(), *range(44, 50)}
     assert set(baselines.snapkv_prompt(q, k, 16, 6, pool).tolist()) == kept
     assert baselines.snapkv_prompt(q, k, 50, 6, pool).tolist() == [*range(50)]
+
+
+# ---- Random
+
+
+def test_by_chance_each_old_token_stays_as_often_and_the_last_ones_always():
+    """300 draws of 15 of 30 tokens: a count has mean 150, deviation 8.7. A cache draws the same
+    again, another layer, head or draw something else."""
+    counts = torch.zeros(40)
+    for i in range(300):
+        draws = torch.rand(40, generator=torch.Generator().manual_seed(i))
+        kept = baselines.random_prompt(draws, 15, 10)
+        assert kept.tolist() == sorted(set(kept.tolist())) and len(kept) == 25
+        counts[kept] += 1
+    assert (counts[30:] == 300).all() and ((counts[:30] - 150).abs() < 5 * 8.7).all()
+    short = baselines.random_prompt(torch.rand(12), 15, 10)
+    assert short.tolist() == [*range(12)]
+
+    def kept_by(layer: int, **options) -> list[set[int]]:
+        engine = make_engine(tiny_model(), "random", 2, 80, keep=24, **options)
+        engine.prefill([random_ids(60), random_ids(60, 1)])
+        position = engine.caches[layer].position
+        assert torch.equal(position[0], position[1])  # of prompts of one length
+        return [set(of_head.tolist()) for of_head in position[0]]
+
+    first = kept_by(0)
+    assert kept_by(0) == first
+    others = [*kept_by(1), *kept_by(0, draw=1)]
+    assert len({*map(frozenset, first + others)}) == 3 * 4
+    assert all(kept >= set(range(48, 60)) and len(kept) == 24 for kept in first + others)
 
 
 # ---- FP8, keys less their mean
