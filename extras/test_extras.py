@@ -2065,6 +2065,32 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
         assert row["operation"] == "attention" and share == pytest.approx(limit / us) and limit > 0
 
 
+def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path, monkeypatch):
+    """Whatever signs its sentences have."""
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(bench, "free_bytes", lambda kind: 1 << 21)
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
+    lines = {
+        "step": TINY_ROW.format("4 bits", "kivi"),
+        "throughput": " --model tiny --lengths 40 --method kivi",
+        "speed": TINY_ROW.format("4 bits", "kivi"),
+        "needle": f" --checkpoint {NANO} --method dense --lengths 600 --depths 1 --samples 1",
+        "plot": "",
+    }
+    _, overview, _ = cli("bench --help")
+    for command, line in lines.items():
+        described = getattr(bench, f"run_{command}").__doc__
+        code, out, _ = cli(f"bench {command} --help")
+        assert code == 0 and " ".join(described.split()) in " ".join(out.split())
+        summary = described.split("\n")[0]
+        assert summary.endswith(".") and summary[:-1] in " ".join(overview.split())
+        if line:
+            assert cli(f"bench {command}{line} --csv {tmp_path}/t.csv")[0] == 0
+            columns = next(csv.reader((tmp_path / "t.csv").open()))
+            named = out.split("The columns:")[1].split("options:")[0]
+            assert not {*columns} - {*re.findall(r"\w+", named)}, command
+
+
 def test_bandwidth_counts_what_a_copy_reads_and_writes(monkeypatch):
     monkeypatch.setattr(bench, "times_of", lambda run, device, runs: [5e5, 9e5])
     assert bench.measure_bandwidth(CPU) == 2 * 4 * 2**25 / 0.5
