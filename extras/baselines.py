@@ -176,7 +176,8 @@ class SlotCache(DenseCache):
     """C slots for each KV head, with K, V and the position of a token, or -1 for none. They fill
     from the left.
 
-    Which tokens of a prompt are kept is said by a method's `choose`."""
+    A method says by its `choose` which tokens of a prompt are kept, and by its `decode` in which
+    slot a new token is written."""
 
     def __init__(self, context: CacheContext, settings: object):
         budget = settings.budget(context.max_seq_length)
@@ -213,22 +214,19 @@ class SlotCache(DenseCache):
         position = torch.cat((held, new), 1)  # [Hkv, N]
         k = k.transpose(0, 1)  # [Hkv, N, D]
         v = v.transpose(0, 1)
-        kept = self.choose(row, start, stop, q, k, position)  # [Hkv, n]
+        kept = self.choose(row, stop, q, k, position)  # [Hkv, n]
         n_kept = kept.shape[1]
         self.keys.vectors[row, :, :n_kept] = gather_rows(k[None], kept[None])[0]
         self.values.vectors[row, :, :n_kept] = gather_rows(v[None], kept[None])[0]
         self.position[row, :, :n_kept] = gather_rows(position[None], kept[None])[0]
         self.position[row, :, n_kept:] = -1
 
-    def choose(
-        self, row: int, start: int, stop: int, q: Tensor, k: Tensor, position: Tensor
-    ) -> Tensor:
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         """Which of a row's N tokens are kept: [Hkv, n], as numbers up to N - 1, in the order of
         their slots.
 
-        These are the tokens in the slots, then new ones, at positions start to stop - 1. q
-        [stop - start, Hq, D]: of the new ones; k [Hkv, N, D], both after RoPE; position
-        [Hkv, N]."""
+        The N tokens are those in the slots, then the new ones, up to position stop - 1. q
+        [new, Hq, D]: of the new ones; k [Hkv, N, D]: of all, both after RoPE; position [Hkv, N]."""
         raise NotImplementedError
 
     def prompt_attention(self, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
@@ -282,19 +280,19 @@ class H2oStored(NamedTuple):
 
 
 def h2o_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: H2oStored, slots: int, recent: int
+    q: Tensor, k: Tensor, v: Tensor, stored: H2oStored, n_slots: int, n_recent: int
 ) -> tuple[Tensor, Tensor, H2oStored]:
     """One decode step of H2O as published (Algorithm 1), for one KV head.
 
     q [G, D], k and v [D]: after RoPE -> output [G, D], the positions attended, and what is stored
-    now. stored: of n <= slots tokens, of which the `recent` last ones are not evicted."""
+    now. stored: of n <= n_slots tokens, of which the n_recent last ones are not evicted."""
     keys, values, positions, attention = stored
     now = int(positions[-1]) + 1
 
     # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     is_kept = torch.ones(len(keys), dtype=torch.bool)
-    if len(keys) == slots:
-        is_recent = positions > now - recent
+    if len(keys) == n_slots:
+        is_recent = positions > now - n_recent
         victim = attention.masked_fill(is_recent, torch.inf).argmin()
         is_kept[victim] = False
 
@@ -322,15 +320,14 @@ class H2oCache(SlotCache):
         n_heads = context.config.n_kv_heads
         self.add_table("attention", n_heads, self.n_slots, dtype=torch.float32)
 
-    def choose(
-        self, row: int, start: int, stop: int, q: Tensor, k: Tensor, position: Tensor
-    ) -> Tensor:
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         attention = self.prompt_attention(q, k, position)  # [Hkv, N]
-        n_held = min(start, self.n_slots)
+        N = attention.shape[1]
+        n_held = N - len(q)
         attention[:, :n_held] += self.attention[row, :, :n_held]
         is_recent = position >= stop - self.keys.n_recent
         ranked = attention.masked_fill(is_recent, torch.inf)
-        best = ranked.topk(min(self.n_slots, stop)).indices
+        best = ranked.topk(min(N, self.n_slots)).indices
         kept = best.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
         return kept
@@ -439,9 +436,7 @@ class SnapKvCache(SlotCache):
         super().__init__(context, settings)
         self.add_table("dropped")  # tokens of the prompt that are not kept
 
-    def choose(
-        self, row: int, start: int, stop: int, q: Tensor, k: Tensor, position: Tensor
-    ) -> Tensor:
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         is_last = position >= stop - self.settings.window
         votes = self.prompt_attention(q, k, position).masked_fill(is_last, 0)  # [Hkv, N]
         votes = pooled(votes, self.settings.pool)
@@ -495,19 +490,17 @@ def random_prompt(draws: Tensor, n_selected: int, n_recent: int) -> Tensor:
 class RandomCache(SnapKvCache):
     """Slots of tokens that were drawn when the prompt was read, and a ring of the last ones (ours).
 
-    It is here because an evictor should be compared with chance: a method that keeps tokens by
-    their attention has to find more than one that keeps as many blindly. Each KV head of each layer
-    draws for itself, as H2O's heads choose for themselves, from a generator of its own: so the same
-    command keeps the same tokens. Prompts of one length have the same draw; --draw gives another.
-    What follows a prompt is drawn from together with what is still there."""
+    It is here because an evictor should be measured against chance: a method that keeps tokens by
+    their attention should find more than one that keeps as many blindly. Each KV head of each layer
+    draws for itself, as H2O's heads choose for themselves. The numbers come from a generator of its
+    own, so the same command keeps the same tokens; prompts of one length have the same draw, and
+    --draw gives another. A follow-up draws again, from its own tokens and those in the slots."""
 
     def __init__(self, context: CacheContext, settings: RandomSettings, layer: int):
         super().__init__(context, settings)
-        self.seed = settings.draw * context.config.n_layers + layer
+        self.seed = settings.draw * context.config.n_layers + layer  # each layer's, in each draw
 
-    def choose(
-        self, row: int, start: int, stop: int, q: Tensor, k: Tensor, position: Tensor
-    ) -> Tensor:
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         n_heads, N = position.shape
         # In several processes a head draws what it would draw in one: after the heads before it.
         n_heads_before = rank_of_process() * n_heads

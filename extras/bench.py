@@ -165,11 +165,11 @@ def filled_engine(
 def sequences_that_fit(llm: LLM, share: float) -> int:
     """How many sequences fit into a share of the memory that is free beside the weights."""
     artifact = load_artifact(llm.source, llm.method, llm.model)
-    needs = generate.row_bytes(
+    needs_of_one = generate.row_bytes(
         llm.model, llm.method, llm.settings, artifact, llm.max_seq_length
-    )  # of one sequence
+    )
     fits = []
-    for kind, needed in needs.items():
+    for kind, needed in needs_of_one.items():
         fits.append(free_bytes(kind) / max(1, needed))
     return max(1, int(share * min(fits)))
 
@@ -188,7 +188,8 @@ def fill_caches(engine: Engine) -> None:
     Tables of positions and slots stay as they are: not every number would be one."""
     for cache in engine.caches:
         for name, buffer in cache.named_buffers():
-            # A part at a time: 2^28 numbers, or a row where they do not lie in one line.
+            # A part at a time: 2^28 numbers, or a row of the batch where the buffer is a view that
+            # does not lie in one piece.
             parts = buffer
             if buffer.is_contiguous():
                 parts = buffer.view(-1).split(1 << 28)

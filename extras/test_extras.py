@@ -464,6 +464,22 @@ def test_by_chance_each_old_token_stays_as_often_and_the_last_ones_always():
     assert all(kept >= set(range(48, 60)) and len(kept) == 24 for kept in first + others)
 
 
+def test_after_a_follow_up_the_oldest_of_the_last_tokens_still_goes_first():
+    """Of 24 slots, 12 of them a ring, which begins in its middle when the follow-up comes."""
+    cache, (q, k, v) = test_all.scene("random", 40, 70, 70, keep=24)
+    for n in range(40, 47):
+        step(cache, n, q, k, v)
+    cache.prefill(0, 47, q[47:52], k[47:52], v[47:52])
+    rotated = cache.rope_from(k, 0)  # [S, Hkv, D]
+    for n in range(52, 70):
+        step(cache, n, q, k, v)
+        position = cache.position[0]  # [Hkv, 24]
+        for kept in position.tolist():
+            assert len({*kept}) == 24 and {*range(n - 11, n + 1)} <= {*kept}, n
+        places = position.T.long()[..., None].expand(-1, -1, 16)
+        assert error(cache.keys.of_row(0, n + 1), rotated.gather(0, places)) < 1e-6
+
+
 # ---- FP8, keys less their mean
 
 
