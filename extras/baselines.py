@@ -462,8 +462,7 @@ class SnapKvCache(SlotCache):
 
 @dataclass
 class RandomSettings:
-    """Random: as many tokens as H2O keeps, but drawn at random. Evictors are measured against
-    it."""
+    """Random: as many tokens as H2O keeps, drawn by chance, which evictors should beat."""
 
     keep: float = keep_setting(512)
     draw: int = setting(0, "number of the draw; another number draws other tokens")
