@@ -542,6 +542,13 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
     test_all.assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
 
 
+def test_shadowkv_has_room_for_what_is_exact_before_what_is_selected():
+    """Outliers are a budget's sinks. Recent tokens reach up to a chunk less one further back."""
+    settings = compress.settings_from("shadowkv", SHADOW)
+    assert settings.budget(80) == (12, 36, 9)  # 60 tokens leave 39 for chunks of 4
+    assert settings.budget(20) == (11, 0, 9)
+
+
 # ---- TurboQuant
 
 
@@ -2125,6 +2132,16 @@ def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
     for row in (dense, kivi, lrqk):
         rate = int(row["batch"]) / float(row["ms"]) * 1e3
         assert float(row["tokens_per_s"]) == pytest.approx(rate) and float(row["read_s"]) > 0
+
+
+def test_the_scarcer_memory_says_how_many_sequences_fit(monkeypatch):
+    """Of LRQK's on a GPU, for one."""
+    llm = generate.LLM(test_all.tiny_config(), "dense", device="cpu", max_seq_length=40)
+    monkeypatch.setattr(generate, "row_bytes", lambda *_: {"cpu": 10, "cuda": 3})
+    monkeypatch.setattr(bench, "free_bytes", {"cpu": 95, "cuda": 99}.get)
+    assert bench.sequences_that_fit(llm, 1.0) == 9
+    assert bench.sequences_that_fit(llm, 0.5) == 4
+    assert bench.sequences_that_fit(llm, 0.01) == 1
 
 
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
