@@ -696,7 +696,7 @@ class SalsCannCache(PageCache):
         self.page = min(settings.page, S)
         n_pages = sum(self.budget) // self.page
         self.n_last_pages = min(CANN_TAIL, n_pages - 1)
-        # Codes of 4 bits come in pairs, and beyond 32 of them in groups of 32.
+        # 4-bit codes fill bytes in pairs; above 32 of them, r is a multiple of 32 here (ours).
         r = rank_of(0.5, D)
         multiple = 32 if r > 32 else 2
         r = max(2, r - r % multiple)
