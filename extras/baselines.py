@@ -2,14 +2,18 @@
 
     python generate.py --method h2o         a name that compress.METHODS lacks is looked up here
     python calibrate.py fit --method palu   and so is how its artifact is fitted
-Methods: StreamingLLM, H2O, SnapKV, Quest, SALS as deployed, Double Sparsity, FP8, TurboQuant,
-ShadowKV and Palu. METHODS, at the end, is the table.
+
+Methods: StreamingLLM, H2O, SnapKV, a random row, Quest, SALS as deployed, Double Sparsity, FP8,
+TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Letters and shapes are those of
+compress.py: B rows, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -71,15 +75,17 @@ class StreamingSettings:
 
 
 class StreamingCache(DenseCache):
-    """x sinks and a ring of the w last tokens, at their own positions (paper: at places in the
-    cache)."""
+    """x sinks and a ring of the w last tokens.
+
+    A token keeps its position in the text (ours); the paper counts places in the cache."""
 
     def __init__(self, context: CacheContext, settings: StreamingSettings):
-        super().__init__(context, *slot_stores(context, settings.budget(context.max_seq_length)))
+        keys, values = slot_stores(context, settings.budget(context.max_seq_length))
+        super().__init__(context, keys, values)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """The positions of the tokens in its slots, [B, 1, 1, slots]; None where there are slots
-        for all."""
+        """The positions of the tokens in the slots, an index [B, 1, 1, slots]; None where there
+        are slots for all tokens."""
         if self.keys.n_tokens >= self.context.max_seq_length:
             return None
         return self.keys.positions(pos)[:, None, None]
@@ -87,8 +93,9 @@ class StreamingCache(DenseCache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.write_token(pos, self.rope(k, pos), v)
         q = self.rope(q, pos)
-        self.select(pos, q)  # for who watches: there is nothing to choose
-        # All slots are attended: they fill from the left, so that those up to pos hold a token.
+        # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
+        self.select(pos, q)
+        # Attend all slots. They fill from the left, so those up to pos hold a token.
         return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
@@ -104,14 +111,18 @@ def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingS
 
 
 def page_tokens(pages: Tensor, page: int) -> Tensor:
-    """The positions [..., n * page] of the tokens of pages [..., n]; of negative pages they are
-    negative."""
-    return (pages[..., None] * page + torch.arange(page, device=pages.device)).flatten(-2)
+    """The tokens [..., n * page] of pages [..., n], of `page` tokens each. Those of a negative page
+    are negative."""
+    in_page = torch.arange(page, device=pages.device)
+    tokens = pages[..., None] * page + in_page  # [..., n, page]
+    return tokens.flatten(-2)
 
 
 class ProxyCache(ScoringCache):
-    """K and V in full, and `proxies`, a store of what scores read instead of K: keys in a `basis`
-    [Hkv, D, r]."""
+    """K and V in full, and a store of what scores read in the place of K: here keys in a basis."""
+
+    proxies: TokenStore  # [B, Hkv, S, r]
+    basis: Tensor  # [Hkv, D, r]
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
         super().write_prompt(row, start, k, v)
@@ -122,52 +133,59 @@ class ProxyCache(ScoringCache):
         self.proxies.write_token(pos, in_basis(k, self.basis))
 
     def score_bytes(self, length: int) -> int:
-        """Bytes that scores read."""
+        """Bytes that scores read for a row of `length` tokens."""
         return length * self.proxies.token_bytes
 
     def bytes_read(self, length: int) -> int:
-        if length <= sum(self.budget):
-            return super().bytes_read(length)
-        return super().bytes_read(length) + self.score_bytes(length)
+        attended = super().bytes_read(length)
+        if length <= sum(self.budget):  # all tokens are attended: a row needs no scores
+            return attended
+        return attended + self.score_bytes(length)
 
 
 class PageCache(ProxyCache):
-    """A cache that selects pages of `page` tokens: a method's `score` is of pages,
-    [B, Hkv, 1, pages]. The last n_last_pages are always attended."""
+    """A cache that selects pages of tokens, whose `score` gives a score of every page,
+    [B, Hkv, 1, pages]."""
 
-    n_last_pages = 1
+    page: int  # tokens of a page
+    n_last_pages = 1  # which are always attended
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
         if self.covers_all():
             return None
+        # The operation that selects tokens selects pages: the budget and pos count pages.
         n_pages = sum(self.budget) // self.page
         budget = Budget(
-            n_sinks=0, n_selected=n_pages - self.n_last_pages, n_recent=self.n_last_pages
+            n_sinks=0,
+            n_selected=n_pages - self.n_last_pages,
+            n_recent=self.n_last_pages,
         )
-        pages = kernels.select(
-            self.score(pos, q), pos // self.page, budget, recent=True, kernel=self.kernel
-        )
-        index = page_tokens(pages, self.page)
-        return index.where(index <= pos[:, None, None, None], -1)
+        scores = self.score(pos, q)
+        last_page = pos // self.page
+        pages = kernels.select(scores, last_page, budget, recent=True, kernel=self.kernel)
+        index = page_tokens(pages, self.page)  # [B, Hkv, 1, n]
+        # The last page ends beyond the newest token.
+        is_written = index <= pos[:, None, None, None]
+        return index.where(is_written, -1)
 
 
-# -------------------------------------------------------------------------------------- H2O, SnapKV
+# ------------------------------------------------------------------------------ H2O, SnapKV, random
 
 
 class SlotCache(DenseCache):
-    """C slots a KV head, with K, V and the position of a token, -1 for none; they fill from the
-    left.
+    """C slots for each KV head, with K, V and the position of a token, or -1 for none. They fill
+    from the left.
 
-    choose(row, start, stop, logits, position) -> which of a row's N tokens are kept [Hkv, n], in
-    order; they are those in the slots and those at positions start to stop - 1. logits
-    [Hkv, G, W, N] are of the last W queries of a prompt, `settings.window`, and position is
-    [Hkv, N]."""
+    A method says by its `choose` which tokens of a prompt are kept, and by its `decode` in which
+    slot a new token is written."""
 
     def __init__(self, context: CacheContext, settings: object):
         budget = settings.budget(context.max_seq_length)
+        # The selected tokens have the slots of sinks; those of recent tokens are a ring.
         n_selected = budget.n_selected
-        # The selected tokens have the slots of sinks.
-        super().__init__(context, *slot_stores(context, Budget(n_selected, 0, budget.n_recent)))
+        slots = Budget(n_sinks=n_selected, n_selected=0, n_recent=budget.n_recent)
+        keys, values = slot_stores(context, slots)
+        super().__init__(context, keys, values)
         self.settings = settings
         self.n_slots = self.keys.n_tokens
         self.add_table("position", context.config.n_kv_heads, self.n_slots, fill=-1)
@@ -177,36 +195,64 @@ class SlotCache(DenseCache):
         return super().past(row, n_filled)
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        stop = start + len(q)
         q = self.rope_from(q, start)
         k = self.rope_from(k, start)
         past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)  # [N, Hkv, D] each
-        self.keep_best(row, start, stop, q, past_and_new_k, past_and_new_v)
+        self.keep_best(row, start, q, past_and_new_k, past_and_new_v)
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
-    def keep_best(self, row: int, start: int, stop: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Fills a row's slots with the tokens that `choose` names, of q after RoPE and past and new
-        k, v."""
+    def keep_best(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Fills a row's slots with the tokens that `choose` names.
+
+        q [n, Hq, D]: after RoPE, of the new tokens, from position `start` on; k after RoPE and v
+        [N, Hkv, D]: of the tokens in the slots, then of the new ones."""
         n_heads = self.config.n_kv_heads
-        positions = self.context.positions[start:stop]
-        n_held = len(k) - len(positions)
+        stop = start + len(q)
+        n_held = len(k) - len(q)
         held = self.position[row, :, :n_held]
-        position = torch.cat((held, positions.expand(n_heads, -1)), 1)  # [Hkv, N]
-        # [Hkv, G, W, D]
-        last = q[-self.settings.window :].unflatten(1, (n_heads, -1)).permute(1, 2, 0, 3)
-        k = k.transpose(0, 1)
+        new = self.context.positions[start:stop].expand(n_heads, -1)
+        position = torch.cat((held, new), 1)  # [Hkv, N]
+        k = k.transpose(0, 1)  # [Hkv, N, D]
         v = v.transpose(0, 1)
-        logits = (last @ k[:, None].mT).float() * self.scale
-        later = position[:, None, None] > positions[-last.shape[2] :, None]
-        kept = self.choose(row, start, stop, logits.masked_fill(later, -torch.inf), position)
-        slots = self.keys.vectors, self.values.vectors, self.position
-        for slot, x in zip(slots, (k, v, position), strict=True):
-            slot[row, :, : kept.shape[1]] = gather_rows(x[None], kept[None])[0]
-        self.position[row, :, kept.shape[1] :] = -1
+        kept = self.choose(row, stop, q, k, position)  # [Hkv, n]
+        n_kept = kept.shape[1]
+        self.keys.vectors[row, :, :n_kept] = gather_rows(k[None], kept[None])[0]
+        self.values.vectors[row, :, :n_kept] = gather_rows(v[None], kept[None])[0]
+        self.position[row, :, :n_kept] = gather_rows(position[None], kept[None])[0]
+        self.position[row, :, n_kept:] = -1
+
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+        """Which of a row's N tokens are kept: [Hkv, n], as numbers up to N - 1, in the order of
+        their slots.
+
+        The N tokens are those in the slots, then the new ones, up to position stop - 1. q
+        [new, Hq, D]: of the new ones; k [Hkv, N, D]: of all, both after RoPE; position [Hkv, N]."""
+        raise NotImplementedError
+
+    def prompt_attention(self, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+        """The attention that the N tokens of `choose` get from the last queries of a prompt, as
+        many as --window says: [Hkv, N], summed over these and a group's query heads."""
+        n_heads = self.config.n_kv_heads
+        last = q[-self.settings.window :].unflatten(1, (n_heads, -1))  # [W, Hkv, G, D]
+        last = last.permute(1, 2, 0, 3)  # [Hkv, G, W, D]
+        W = last.shape[2]
+        logits = (last @ k[:, None].mT).float() * self.scale  # [Hkv, G, W, N]
+        now = position[:, None, -W:, None]  # the positions of these queries
+        is_later = position[:, None, None] > now
+        weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
+        return weights.sum((1, 2))
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
-        """The positions of the tokens in the slots, which are all attended: [B, Hkv, 1, C]."""
+        """The positions of the tokens in the slots, which are all attended: an index
+        [B, Hkv, 1, C]."""
         return self.position[:, :, None]
+
+
+def half_recent(keep: float, max_seq_length: int) -> Budget:
+    """The budget of H2O, of --keep tokens: half of them are selected, half are recent."""
+    total = kept_tokens(keep, max_seq_length)
+    n_recent = max(1, total - round(total / 2))
+    return Budget(n_sinks=0, n_selected=total - n_recent, n_recent=n_recent)
 
 
 @dataclass
@@ -221,66 +267,98 @@ class H2oSettings:
 
     def budget(self, max_seq_length: int) -> Budget:
         """Half of the tokens are heavy hitters, half are recent."""
-        total = kept_tokens(self.keep, max_seq_length)
-        n_recent = max(1, total - round(total / 2))
-        return Budget(n_sinks=0, n_selected=total - n_recent, n_recent=n_recent)
+        return half_recent(self.keep, max_seq_length)
 
 
-def h2o_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, slots: int, recent: int) -> tuple:
-    """One decode step of H2O as published (Algorithm 1), for one KV head: q [G, D], k, v [D] after
-    RoPE -> [G, D]. stored, of n <= slots tokens: K and V [n, D], positions in order and attention
-    so far [n]."""
+class H2oStored(NamedTuple):
+    """What H2O has stored of one KV head's tokens, in the order of their positions."""
+
+    keys: Tensor  # [n, D] after RoPE
+    values: Tensor  # [n, D]
+    positions: Tensor  # [n]
+    attention: Tensor  # [n]: what each token has got so far
+
+
+def h2o_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: H2oStored, n_slots: int, n_recent: int
+) -> tuple[Tensor, Tensor, H2oStored]:
+    """One decode step of H2O as published (Algorithm 1), for one KV head.
+
+    q [G, D], k and v [D]: after RoPE -> output [G, D], the positions attended, and what is stored
+    now. stored: of n <= n_slots tokens, of which the n_recent last ones are not evicted."""
     keys, values, positions, attention = stored
-    # 1. Where all slots are taken, forget the token with the least attention that is not recent.
     now = int(positions[-1]) + 1
-    kept = torch.ones(len(keys), dtype=torch.bool)
-    if len(keys) == slots:
-        kept[attention.masked_fill(positions > now - recent, torch.inf).argmin()] = False
-    new = k, v, torch.tensor(now), attention.new_tensor(0)
-    keys, values, positions, attention = appended((x[kept] for x in stored), *new)
-    # 2. Attend what is left, and add what each token gets.
-    weights = (q @ keys.mT * len(k) ** -0.5).softmax(-1)
-    return weights @ values, positions, (keys, values, positions, attention + weights.sum(0))
+
+    # 1. Where all slots are taken, forget the token with the least attention that is not recent.
+    is_kept = torch.ones(len(keys), dtype=torch.bool)
+    if len(keys) == n_slots:
+        is_recent = positions > now - n_recent
+        victim = attention.masked_fill(is_recent, torch.inf).argmin()
+        is_kept[victim] = False
+
+    # 2. Append. The new token has got no attention yet.
+    left = (keys[is_kept], values[is_kept], positions[is_kept], attention[is_kept])
+    nothing = attention.new_tensor(0)
+    keys, values, positions, attention = appended(left, k, v, torch.tensor(now), nothing)
+
+    # 3. Attend what is left, and add what each token gets.
+    logits = q @ keys.mT / len(k) ** 0.5  # [G, n]
+    weights = logits.softmax(-1)
+    output = weights @ values
+    attention = attention + weights.sum(0)
+    return output, positions, H2oStored(keys, values, positions, attention)
 
 
 class H2oCache(SlotCache):
-    """C = heavy + recent slots a KV head, each with the attention that its token has got so far."""
+    """C slots for each KV head, heavy and recent ones, each with the attention that its token has
+    got so far.
+
+    Of a prompt only the last queries count (ours); the paper sums over all of them."""
 
     def __init__(self, context: CacheContext, settings: H2oSettings):
         super().__init__(context, settings)
-        self.recent = settings.budget(context.max_seq_length).n_recent
-        self.add_table("attention", *self.position.shape[1:], dtype=torch.float32)
+        n_heads = context.config.n_kv_heads
+        self.add_table("attention", n_heads, self.n_slots, dtype=torch.float32)
 
-    def choose(self, row: int, start: int, stop: int, logits: Tensor, position: Tensor) -> Tensor:
-        attention = logits.softmax(-1).sum((1, 2))  # [Hkv, N]
-        n_held = min(start, self.n_slots)
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+        attention = self.prompt_attention(q, k, position)  # [Hkv, N]
+        N = attention.shape[1]
+        n_held = N - len(q)
         attention[:, :n_held] += self.attention[row, :, :n_held]
-        ranked = attention.masked_fill(position >= stop - self.recent, torch.inf)
-        kept = ranked.topk(min(self.n_slots, stop)).indices.sort(-1).values
+        is_recent = position >= stop - self.keys.n_recent
+        ranked = attention.masked_fill(is_recent, torch.inf)
+        best = ranked.topk(min(N, self.n_slots)).indices
+        kept = best.sort(-1).values
         self.attention[row, :, : kept.shape[1]] = attention.gather(1, kept)
         return kept
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = self.rope(q, pos)
+
         # 1. The new token takes an empty slot, or that of the least attention that is not recent.
-        is_recent = self.position > pos[:, None, None] - self.recent
+        is_recent = self.position > pos[:, None, None] - self.keys.n_recent
         cost = self.attention.masked_fill(is_recent, torch.inf)
-        victim = cost.masked_fill(self.position < 0, -torch.inf).argmin(-1)  # [B, Hkv]
+        cost = cost.masked_fill(self.position < 0, -torch.inf)  # [B, Hkv, C]
+        victim = cost.argmin(-1)  # [B, Hkv]
+
+        # 2. Write it there.
+        rows = self.context.rows[:, None]
         heads = torch.arange(victim.shape[1], device=pos.device)
-        slot = self.context.rows[:, None], heads, victim
-        self.keys.vectors[slot] = self.rope(k, pos)
-        self.values.vectors[slot] = v
-        self.position[slot] = pos[:, None]
+        self.keys.vectors[rows, heads, victim] = self.rope(k, pos)
+        self.values.vectors[rows, heads, victim] = v
+        self.position[rows, heads, victim] = pos[:, None]
         self.attention.scatter_(2, victim[..., None], 0.0)
-        # 2. Attend all slots, and add what each has got.
-        live = self.select(pos, q) >= 0
-        every = torch.full_like(pos, self.n_slots - 1)
+
+        # 3. Attend all slots, and add what each has got. Tokens lie in no order there, so that the
+        # operations read every slot, up to the last one; logits say which of them are filled.
+        is_filled = self.select(pos, q) >= 0
+        last_slot = torch.full_like(pos, self.n_slots - 1)
         logits = kernels.scores(
-            q, self.keys.vectors, None, every, self.scale, "each", kernel=self.kernel
+            q, self.keys.vectors, None, last_slot, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
-        logits = logits.masked_fill(~live, -torch.inf)
+        logits = logits.masked_fill(~is_filled, -torch.inf)
         self.attention += logits.softmax(-1).sum(2)
-        return kernels.attend_logits(logits, self.values.vectors, every, kernel=self.kernel)
+        return kernels.attend_logits(logits, self.values.vectors, last_slot, kernel=self.kernel)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
@@ -289,8 +367,10 @@ class H2oCache(SlotCache):
         return state
 
     def bytes_read(self, length: int) -> int:
-        slots = min(length, self.n_slots)
-        return super().bytes_read(length) + slots * self.config.n_kv_heads * 8
+        """K and V of the slots, and the position and attention of each, 4 bytes both."""
+        n_filled = min(length, self.n_slots)
+        tables = n_filled * self.config.n_kv_heads * (4 + 4)
+        return super().bytes_read(length) + tables
 
 
 @dataclass
@@ -310,58 +390,145 @@ class SnapKvSettings:
     )
 
     def budget(self, max_seq_length: int) -> Budget:
+        """The recent tokens are those after the prompt, --room of them (ours)."""
         total = kept_tokens(self.keep, max_seq_length)
-        if total < max_seq_length:
+        if total < max_seq_length:  # the window and the room must fit into it
             left_to_select(self.keep, total, max_seq_length, 0, self.window + self.room)
         return fit_budget(total, 0, total, self.room)
 
 
+def pooled(votes: Tensor, pool: int) -> Tensor:
+    """The mean of each `pool` neighbouring votes [H, n] -> [H, n], where zeros lie outside."""
+    # An even pool gives one number too many.
+    return F.avg_pool1d(votes, pool, stride=1, padding=pool // 2)[:, : votes.shape[1]]
+
+
 def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tensor:
-    """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head: q
-    [G, S, D], k [S, D] after RoPE. A decode step then appends K and V, and attends all that is
-    there."""
-    positions, S = torch.arange(len(k)), len(k)
+    """The n tokens of a prompt that SnapKV keeps as published (Listing 1), for one KV head.
+
+    q [G, S, D] and k [S, D]: after RoPE -> positions [n], or all S if there are fewer. A decode
+    step then appends K and V, and attends all that is there."""
+    S, D = k.shape
+    positions = torch.arange(S)
     if S <= n:
         return positions
+
     # 1. What the last queries attend.
-    logits = q[:, -window:] @ k.mT * k.shape[1] ** -0.5
-    weights = logits.masked_fill(positions > positions[-window:, None], -torch.inf).softmax(-1)
-    # 2. Their votes for the tokens before them; neighbours of a token with many votes get some,
+    logits = q[:, -window:] @ k.mT / D**0.5  # [G, window, S]
+    is_later = positions > positions[-window:, None]
+    weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
+
+    # 2. Their votes for the tokens before them. Neighbours of a token with many votes get some,
     # too.
-    votes = weights[..., :-window].sum((0, 1))
-    votes = F.avg_pool1d(votes[None], pool, 1, pool // 2)[0, : S - window]
+    votes = weights[..., :-window].sum((0, 1))  # [S - window]
+    votes = pooled(votes[None], pool)[0]
+
     # 3. The best, and the last ones.
-    return torch.cat((votes.topk(n - window).indices, positions[-window:]))
+    best = votes.topk(n - window).indices
+    return torch.cat((best, positions[-window:]))
 
 
 class SnapKvCache(SlotCache):
-    """The tokens that are kept of a prompt, then those after it; the last `room` slots are a
-    ring."""
+    """The tokens that are kept of a prompt, then those after it, for which the last `room` slots
+    are a ring (ours): the paper keeps all of these."""
 
     def __init__(self, context: CacheContext, settings: SnapKvSettings):
         super().__init__(context, settings)
         self.add_table("dropped")  # tokens of the prompt that are not kept
 
-    def choose(self, row: int, start: int, stop: int, logits: Tensor, position: Tensor) -> Tensor:
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         is_last = position >= stop - self.settings.window
-        pool = self.settings.pool
-        votes = logits.softmax(-1).sum((1, 2)).masked_fill(is_last, 0)
-        votes = F.avg_pool1d(votes, pool, 1, pool // 2)[:, : votes.shape[1]]
+        votes = self.prompt_attention(q, k, position).masked_fill(is_last, 0)  # [Hkv, N]
+        votes = pooled(votes, self.settings.pool)
         votes = votes.masked_fill(is_last, torch.inf)
-        room = self.keys.n_recent if self.n_slots < self.context.max_seq_length else 0
-        kept = votes.topk(min(votes.shape[1], self.n_slots - room)).indices
+        n_kept = self.n_slots
+        if self.n_slots < self.context.max_seq_length:
+            n_kept = self.n_slots - self.keys.n_recent
+        kept = votes.topk(min(votes.shape[1], n_kept)).indices
         self.dropped[row] = stop - kept.shape[1]
         return kept.sort(-1).values
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = self.rope(q, pos)
-        place = pos - self.dropped
+        place = pos - self.dropped  # its number among the tokens that the slots have been given
         self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
-        self.select(pos, q)  # for who watches: all slots are attended
+        # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
+        self.select(pos, q)
         return kernels.attend(
             q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel
         )
+
+
+@dataclass
+class RandomSettings:
+    """Random: as many tokens as H2O keeps, drawn by chance, which evictors should beat."""
+
+    keep: float = keep_setting(512)
+    draw: int = setting(0, "number of the draw; another number draws other tokens")
+
+    def budget(self, max_seq_length: int) -> Budget:
+        """Half of the tokens are drawn, half are recent, as H2O has them."""
+        return half_recent(self.keep, max_seq_length)
+
+
+def random_prompt(draws: Tensor, n_selected: int, n_recent: int) -> Tensor:
+    """The tokens of a prompt that are kept by chance, for one KV head (ours; no paper's).
+
+    draws [S]: a random number of each token -> positions [n_selected + n_recent], ascending, or all
+    S if there are fewer. Of the tokens before the n_recent last ones, those with the largest
+    numbers are kept, so that each has the same chance. A decode step then appends K and V, forgets
+    the oldest of the recent tokens where there are too many, and attends all that is there."""
+    S = len(draws)
+    positions = torch.arange(S)
+    n_old = max(0, S - n_recent)
+    drawn = draws[:n_old].topk(min(n_selected, n_old)).indices
+    return torch.cat((drawn.sort().values, positions[n_old:]))
+
+
+class RandomCache(SnapKvCache):
+    """Slots of tokens that were drawn when the prompt was read, and a ring of the last ones (ours).
+
+    It is here because an evictor should be measured against chance: a method that keeps tokens by
+    their attention should find more than one that keeps as many blindly. Each KV head of each layer
+    draws for itself, as H2O's heads choose for themselves. The numbers come from a generator of its
+    own, so the same command keeps the same tokens; prompts of one length have the same draw, and
+    --draw gives another. A follow-up draws again, from its own tokens and those in the slots."""
+
+    def __init__(self, context: CacheContext, settings: RandomSettings, layer: int):
+        super().__init__(context, settings)
+        self.seed = settings.draw * context.config.n_layers + layer  # each layer's, in each draw
+
+    def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+        n_heads, N = position.shape
+        # In several processes a head draws what it would draw in one: after the heads before it.
+        n_heads_before = rank_of_process() * n_heads
+        generator = torch.Generator().manual_seed(self.seed)  # the CPU's, on every device
+        draws = torch.rand(n_heads_before + n_heads, N, generator=generator)[n_heads_before:]
+        draws = draws.to(position.device)
+
+        is_recent = position >= stop - self.keys.n_recent
+        ranked = draws.masked_fill(is_recent, torch.inf)  # [Hkv, N]
+        kept = ranked.topk(min(N, self.n_slots)).indices  # [Hkv, n]
+        self.dropped[row] = stop - kept.shape[1]
+        # In the order of their positions, so that the last ones lie in the ring, the oldest first.
+        order = position.gather(1, kept).argsort(-1)
+        return kept.gather(1, order)
+
+
+def rank_of_process() -> int:
+    """The number of this process among several; extras/parallel.py has the same, but imports
+    generate."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return 0
+
+
+def random_caches(
+    model: Llama, settings: RandomSettings, context: CacheContext, artifact: Artifact
+) -> list[Cache]:
+    """The caches of all layers, each of which draws other tokens."""
+    return [RandomCache(context, settings, i) for i in range(len(model.layers))]
 
 
 # -------------------------------------------------------------------------------------------- Quest
@@ -379,30 +546,45 @@ class QuestSettings:
         """The selected tokens are those of as many whole pages as fit, the released code's 3 at
         least."""
         n_selected = kept_tokens(self.keep, max_seq_length)
-        page = min(self.page, max_seq_length)
         if n_selected < max_seq_length:
-            n_selected = min(max(3, n_selected // page) * page, max_seq_length)
+            page = min(self.page, max_seq_length)
+            n_pages = max(3, n_selected // page)
+            n_selected = min(n_pages * page, max_seq_length)
         return Budget(n_sinks=0, n_selected=n_selected, n_recent=0)
 
 
-def quest_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int) -> tuple:
-    """One decode step of Quest as published (sec. 3.3), for one KV head, whose queries choose n
-    pages: q [G, D], k, v [D] after RoPE -> [G, D]. stored: K and V [S - 1, D]."""
-    keys, values = stored = appended(stored, k, v)
+def quest_step(
+    q: Tensor, k: Tensor, v: Tensor, stored: tuple, page: int, n: int
+) -> tuple[Tensor, Tensor, tuple]:
+    """One decode step of Quest as published (sec. 3.3), for one KV head.
+
+    q [G, D], k and v [D]: after RoPE -> output [G, D], and the tokens attended, which the queries
+    choose together: those of n pages of `page` tokens. stored: K and V [S - 1, D]."""
+    keys, values = appended(stored, k, v)
+
     # 1. The least and the largest key of each page bound a query's logits there.
-    bounds = (page_keys.aminmax(dim=0) for page_keys in keys.split(page))
-    low, high = map(torch.stack, zip(*bounds, strict=True))  # [pages, D]
-    # [G, pages]
-    bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * len(k) ** -0.5
-    # 2. The best pages, and the last.
+    lowest = []
+    highest = []
+    for page_keys in keys.split(page):
+        lowest.append(page_keys.amin(0))
+        highest.append(page_keys.amax(0))
+    low = torch.stack(lowest)  # [pages, D]
+    high = torch.stack(highest)
+    largest = torch.maximum(q[:, None] * low, q[:, None] * high)  # [G, pages, D]
+    bound = largest.sum(-1) / len(k) ** 0.5  # [G, pages]
+
+    # 2. The best pages, by the largest weight that a query gives, and the last one.
     last = len(low) - 1
-    best = bound.log_softmax(-1).amax(0)[:last].topk(min(n - 1, last)).indices
-    tokens = (
-        torch.cat((best, torch.tensor([last])))[:, None] * page + torch.arange(page)
-    ).flatten()
+    scores = bound.log_softmax(-1).amax(0)[:last]
+    best = scores.topk(min(n - 1, last)).indices
+    pages = torch.cat((best, torch.tensor([last])))
+    tokens = page_tokens(pages, page)
     tokens = tokens[tokens < len(keys)]
+
     # 3. Attend their tokens.
-    return (q @ keys[tokens].mT * len(k) ** -0.5).softmax(-1) @ values[tokens], tokens, stored
+    logits = q @ keys[tokens].mT / len(k) ** 0.5
+    output = logits.softmax(-1) @ values[tokens]
+    return output, tokens, (keys, values)
 
 
 class QuestCache(PageCache):
@@ -413,19 +595,20 @@ class QuestCache(PageCache):
         super().__init__(context, settings.budget(S))
         c = context.config
         self.page = min(settings.page, S)
-        self.proxies = TokenStore(context, c.n_kv_heads, -(-S // self.page), 2 * c.head_dim)
+        n_pages = -(-S // self.page)
+        self.proxies = TokenStore(context, c.n_kv_heads, n_pages, 2 * c.head_dim)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
+        # K and V alone: proxies are of pages here, not of tokens.
         ScoringCache.write_prompt(self, row, start, k, v)
-        # Whole pages, the first from its beginning; the last token fills up the last page.
+        # Whole pages, the first from its beginning. In the last page the last token stands for
+        # those that are not there yet, which changes neither the least nor the largest.
         stop = start + len(k)
         first_page = start // self.page
-        n_pages = -(-stop // self.page) - first_page
-        tokens = torch.arange(
-            first_page * self.page, (first_page + n_pages) * self.page, device=k.device
-        )
+        stop_page = -(-stop // self.page)
+        tokens = torch.arange(first_page * self.page, stop_page * self.page, device=k.device)
         keys = self.keys.vectors[row, :, tokens.clamp(max=stop - 1)].transpose(0, 1)
-        low, high = keys.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [n, Hkv, D]
+        low, high = keys.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [pages, Hkv, D]
         self.proxies.write_prompt(row, first_page, torch.cat((high, low), -1))
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
@@ -441,7 +624,7 @@ class QuestCache(PageCache):
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec.
         3.3)."""
         last_page = pos // self.page
-        bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)
+        bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)  # [B, Hq, 2D]
         scores = kernels.scores(
             bounds, self.proxies.vectors, None, last_page, self.scale, "largest", kernel=self.kernel
         )
@@ -449,11 +632,13 @@ class QuestCache(PageCache):
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
-        state["proxies.vectors"] = self.proxies.vectors[row, :, : -(-length // self.page)]
+        n_pages = -(-length // self.page)
+        state["proxies.vectors"] = self.proxies.vectors[row, :, :n_pages]
         return state
 
     def score_bytes(self, length: int) -> int:
-        return super().score_bytes(-(-length // self.page))
+        n_pages = -(-length // self.page)
+        return super().score_bytes(n_pages)
 
 
 # --------------------------------------------------------------------------------- SALS as deployed
@@ -462,9 +647,10 @@ class QuestCache(PageCache):
 class Int8Store(TokenStore):
     """Int8 codes with one scale a vector (`quantize_int8`)."""
 
-    kind, bits = "int8", 8
+    kind = "int8"
+    bits = 8
 
-    def layout(self) -> dict[str, tuple]:
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"vectors": ((self.width,), torch.int8), "scale": ((), torch.float32)}
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -472,7 +658,8 @@ class Int8Store(TokenStore):
         return codes, scale[..., 0]
 
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
-        return (vectors.to(self.context.dtype) * scale[..., None]).to(self.context.dtype)
+        numbers = vectors.to(self.context.dtype) * scale[..., None]  # in fp32
+        return numbers.to(self.context.dtype)
 
     def logits(self, q: Tensor) -> Tensor:
         return token_logits(q, self.vectors, self.scale)
@@ -495,7 +682,9 @@ CANN_TAIL = 8  # last pages, which are always attended
 
 class SalsCannCache(PageCache):
     """K and V in int8; the proxy of a key is its D/2 leading components in 4 bits. Nothing is
-    rebuilt."""
+    rebuilt.
+
+    The components are Loki's (ours), since only CANN's operators are public."""
 
     def __init__(self, context: CacheContext, settings: SalsCannSettings, fitted: FittedLayer):
         n_heads = context.config.n_kv_heads
@@ -505,21 +694,27 @@ class SalsCannCache(PageCache):
         values = Int8Store(context, n_heads, S, D)
         super().__init__(context, settings.budget(S), keys, values)
         self.page = min(settings.page, S)
-        self.n_last_pages = min(CANN_TAIL, sum(self.budget) // self.page - 1)
+        n_pages = sum(self.budget) // self.page
+        self.n_last_pages = min(CANN_TAIL, n_pages - 1)
+        # 4-bit codes fill bytes in pairs; above 32 of them, r is a multiple of 32 here (ours).
         r = rank_of(0.5, D)
-        r = max(2, r - r % (32 if r > 32 else 2))  # as codes come
+        multiple = 32 if r > 32 else 2
+        r = max(2, r - r % multiple)
         basis = fitted.artifact["post.basis"][fitted.i, ..., :r]  # [Hkv, D, r]
         self.basis = basis.to(context.device, context.dtype)
-        self.proxies = ScaledStore(context, n_heads, S, r, 4)
+        self.proxies = ScaledStore(context, n_heads, S, r, bits=4)
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """A page's score is the log-sum-exp of its logits, of the mean of a group's queries."""
-        query = in_basis(q.unflatten(1, (self.config.n_kv_heads, -1)).mean(2), self.basis)
+        grouped = q.unflatten(1, (self.config.n_kv_heads, -1))  # [B, Hkv, G, D]
+        query = in_basis(grouped.mean(2), self.basis)  # [B, Hkv, r]
+        proxies = self.proxies.read_all()  # [B, Hkv, S, r]
         logits = kernels.scores(
-            query, self.proxies.read_all(), None, pos, self.scale, "each", kernel=self.kernel
+            query, proxies, None, pos, self.scale, "each", kernel=self.kernel
         )  # [B, Hkv, 1, S]
-        logits = F.pad(logits, (0, -logits.shape[-1] % self.page), value=-torch.inf)
-        return logits.unflatten(-1, (-1, self.page)).logsumexp(-1)
+        n_missing = -logits.shape[-1] % self.page  # tokens, of the last page
+        logits = F.pad(logits, (0, n_missing), value=-torch.inf)
+        return logits.unflatten(-1, (-1, self.page)).logsumexp(-1)  # [B, Hkv, 1, pages]
 
 
 # ---------------------------------------------------------------------------------- Double Sparsity
@@ -543,37 +738,42 @@ class DoubleSparseCache(ProxyCache):
         c = context.config
         r = rank_of(settings.channels, c.head_dim)
         best = fitted.artifact["importance"][fitted.i].topk(r).indices  # [Hkv, r_c]
-        channels = F.one_hot(best, c.head_dim).mT  # [Hkv, D, r_c]
+        channels = F.one_hot(best, c.head_dim).mT  # [Hkv, D, r_c]: a basis that takes channels out
         self.basis = channels.to(context.device, context.dtype)
         self.proxies = TokenStore(context, c.n_kv_heads, context.max_seq_length, r)
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """Of their labels, the largest weight that any query of a group gives: [B, Hkv, 1, S]."""
+        query = in_basis(q, self.basis)  # [B, Hq, r_c]
         labels = self.proxies.vectors  # [B, Hkv, S, r_c]
         scores = kernels.scores(
-            in_basis(q, self.basis), labels, None, pos, self.scale, "largest", kernel=self.kernel
-        )
+            query, labels, None, pos, self.scale, "largest", kernel=self.kernel
+        )  # [B, Hkv, S]
         return scores.unsqueeze(2)
 
 
 def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
-    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3):
-    the mean of
-    |q_c k_c|, q and k of the same token, summed over the group."""
-    from calibrate import observe, tracked  # only now: it imports generate
+    """How much each channel of a KV head adds to the logits, after RoPE (Double Sparsity sec. 3).
 
-    c, sums = model.config, [0.0] * model.config.n_layers
+    It is the mean over tokens [N, S] of |q_c k_c|, q and k of the same token, summed over the
+    group: "importance" [L, Hkv, D] in calibrate.Fitted."""
+    from calibrate import Fitted, observe, tracked  # only now: it imports generate
+
+    c = model.config
+    sums = [0.0] * c.n_layers  # [Hkv, D] each
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        q, k = (apply_rope(x, cos, sin).double().abs() for x in (q, k))
-        # [Hkv, D]
-        sums[i] = sums[i] + (q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2) * k).sum((0, 1))
+        q = apply_rope(q, cos, sin).double().abs()
+        k = apply_rope(k, cos, sin).double().abs()
+        of_group = q.unflatten(-2, (c.n_kv_heads, -1)).sum(-2)  # [B, S, Hkv, D]
+        sums[i] = sums[i] + (of_group * k).sum((0, 1))
 
     with torch.inference_mode():
         observe(model, tracked("fit", tokens[:, None]), see)
     importance = torch.stack(sums).cpu() / tokens.numel()
-    eighth = importance.topk(max(1, model.config.head_dim // 8)).values.sum(-1) / importance.sum(-1)
-    return {"importance": importance.float()}, {"importance of 12.5%": eighth.mean().item()}
+    n_best = max(1, c.head_dim // 8)
+    share = importance.topk(n_best).values.sum(-1) / importance.sum(-1)
+    return Fitted({"importance": importance.float()}, {"importance of 12.5%": share.mean().item()})
 
 
 # ------------------------------------------------------------------------ keys less their mean, FP8
@@ -581,10 +781,11 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
 
 class CentredCache(DenseCache):
     """Stores hold keys after RoPE less the mean key of their row's prompt, which is rotated as they
-    are."""
+    are (ours)."""
 
     def __init__(self, context: CacheContext, keys: TokenStore, values: TokenStore):
         super().__init__(context, keys, values)
+        # of each row, before RoPE
         self.add_table("mean", keys.n_heads, keys.width, dtype=torch.float32)
 
     def mean_keys(self, row: int, start: int, n: int) -> Tensor:
@@ -599,7 +800,8 @@ class CentredCache(DenseCache):
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         k, v = super().past(row, length)
-        return (k + self.mean_keys(row, 0, length)).to(k.dtype), v
+        k = k + self.mean_keys(row, 0, length)
+        return k.to(self.context.dtype), v
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if start == 0:
@@ -608,12 +810,11 @@ class CentredCache(DenseCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.write_token(pos, self.rope(k, pos), v)
-        q = self.rope(q, pos).unflatten(1, (k.shape[1], -1))
-        # [B, Hkv, S, D]
-        mean = self.rope(self.mean[:, None], self.context.positions).transpose(1, 2)
-        # in fp32: the mean key may be a hundred times what is left
-        keys = self.keys.read_all() + mean
-        logits = (q.to(keys) @ keys.mT).float() * self.scale
+        q = self.rope(q, pos).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, D]
+        mean = self.rope(self.mean[:, None], self.context.positions)  # [B, S, Hkv, D]
+        # In fp32, since the mean key may be a hundred times what is left.
+        keys = self.keys.read_all() + mean.transpose(1, 2)  # [B, Hkv, S, D]
+        logits = (q.to(keys) @ keys.mT).float() * self.scale  # [B, Hkv, G, S]
         return kernels.attend_logits(logits, self.values.read_all(), pos, kernel=self.kernel)
 
 
@@ -624,49 +825,74 @@ class CentreSettings:
     centre: bool = setting(False, "take the mean key of a prompt off its keys first")
 
 
+def coded_cache(
+    context: CacheContext, settings: CentreSettings, keys: TokenStore, values: TokenStore
+) -> Cache:
+    """A cache over two stores of codes, with or without the mean key."""
+    if settings.centre:
+        return CentredCache(context, keys, values)
+    return DenseCache(context, keys, values)
+
+
 @dataclass
 class Fp8Settings(CentreSettings):
     """FP8 as serving engines have it: K and V in e4m3, a byte a number, with one scale a head."""
 
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa
-# the largest number, 448, and how many times a prompt's may grow to it
-FP8_RANGE = torch.finfo(E4M3).max, 16
+E4M3_MAX = torch.finfo(E4M3).max  # the largest number, 448
+FP8_GROWTH = 16  # how many times the largest number of a prompt later ones may be
 
 
 def fp8(x: Tensor, scale: Tensor) -> Tensor:
     """x in e4m3, in units of the scale. Beyond 448 it saturates."""
-    return (x / scale).clamp(-FP8_RANGE[0], FP8_RANGE[0]).to(E4M3)
+    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def fp8_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, scales: tuple, mean: Tensor, rope
-) -> tuple:
-    """One decode step over an FP8 cache, for one KV head: q [G, D] after RoPE, k [D] before it, v
-    [D] -> [G, D]. stored: codes of K after RoPE and of V [S - 1, D]; scales: of both. mean [D]: the
-    prompt's mean key before RoPE (ours), or 0; rope(x, positions) rotates x [n, D]."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stored: tuple,
+    scales: tuple,
+    mean: Tensor,
+    rope: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, tuple]:
+    """One decode step over an FP8 cache, for one KV head.
+
+    q [G, D]: after RoPE; k [D]: before it; v [D] -> output [G, D]. stored: codes of K after RoPE
+    and of V [S - 1, D]; scales: of both. mean [D]: the prompt's mean key before RoPE (ours), or 0;
+    rope(x, positions) rotates x [n, D]."""
+    k_scale, v_scale = scales
     positions = torch.arange(len(stored[0]) + 1)
+
     # 1. Codes of the new key, less the mean key at its position, and of the new value.
-    new = rope((k - mean)[None], positions[-1:])[0], v
-    stored = appended(stored, *map(fp8, new, scales))
+    k_rotated = rope((k - mean)[None], positions[-1:])[0]
+    k_codes, v_codes = appended(stored, fp8(k_rotated, k_scale), fp8(v, v_scale))
+
     # 2. Attend every token; the mean key comes back, exactly.
-    keys, values = (codes.to(q.dtype) * scale for codes, scale in zip(stored, scales, strict=True))
+    keys = k_codes.to(q.dtype) * k_scale
     keys = keys + rope(mean.expand(len(positions), -1), positions)
-    return (q @ keys.mT * len(k) ** -0.5).softmax(-1) @ values, stored
+    values = v_codes.to(q.dtype) * v_scale
+    logits = q @ keys.mT / len(k) ** 0.5
+    output = logits.softmax(-1) @ values
+    return output, (k_codes, v_codes)
 
 
 class Fp8Store(Int8Store):
-    """Numbers in e4m3, with one scale [B, Hkv, 1] a head that the first write to a row decides:
-    there the largest number becomes 28, so that later ones saturate from 16 times of it on."""
+    """Numbers in e4m3, with one scale [B, Hkv, 1] for each head, which the first write to a row
+    decides: there the largest number becomes 28, so that later ones saturate from 16 times of it
+    on."""
 
     kind = "fp8"  # which no kernel knows
 
     def __init__(self, context: CacheContext):
         c = context.config
         super().__init__(context, c.n_kv_heads, context.max_seq_length, c.head_dim)
-        self.register_buffer("scale", context.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1))
+        scale = context.zeros(c.n_kv_heads, 1, dtype=torch.float32).fill_(1)
+        self.register_buffer("scale", scale)
 
-    def layout(self) -> dict[str, tuple]:
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"vectors": ((self.width,), E4M3)}
 
     def parts(self) -> list[Tensor]:
@@ -674,11 +900,12 @@ class Fp8Store(Int8Store):
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
         if start == 0:
-            most = x.abs().amax((0, 2))[:, None].float()
-            end, growth = FP8_RANGE
-            self.scale[row] = torch.where(most > 0, most * growth / end, 1)
+            largest = x.abs().amax((0, 2))[:, None].float()  # [Hkv, 1]
+            scale = largest * FP8_GROWTH / E4M3_MAX
+            self.scale[row] = torch.where(largest > 0, scale, 1)
         stop = start + len(x)
         codes = fp8(x, self.scale[row]).view(torch.uint8)
+        # As bytes, since few operations know numbers of 8 bits.
         self.vectors.view(torch.uint8)[row, :, start:stop] = codes.transpose(0, 1)
 
     def write_token(self, pos: Tensor, x: Tensor) -> None:
@@ -696,19 +923,16 @@ class Fp8Store(Int8Store):
         return weights @ self.read_all().to(weights.dtype)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
-        return super().row_state(row, length) | {"scale": self.scale[row]}
+        state = super().row_state(row, length)
+        state["scale"] = self.scale[row]
+        return state
 
     def bytes_formula(self) -> int:
         return super().bytes_formula() + self.scale.nbytes
 
 
-def coded_cache(context: CacheContext, settings: CentreSettings, store: Callable) -> Cache:
-    """K and V in two stores of store()."""
-    return (CentredCache if settings.centre else DenseCache)(context, store(), store())
-
-
 def fp8_cache(context: CacheContext, settings: Fp8Settings) -> Cache:
-    return coded_cache(context, settings, lambda: Fp8Store(context))
+    return coded_cache(context, settings, keys=Fp8Store(context), values=Fp8Store(context))
 
 
 # --------------------------------------------------------------------------------------- TurboQuant
@@ -723,8 +947,8 @@ class TurboQuantSettings(CentreSettings):
 
 
 # The levels above 0 at which normal numbers have the least mean square error, in standard
-# deviations (Max, as above). A coordinate of a random unit vector in D dims is nearly normal (Lemma
-# 1), of deviation D^-1/2.
+# deviations (Max, "Quantizing for minimum distortion", 1960). A coordinate of a random unit vector
+# in D dims is nearly normal (Lemma 1), of deviation D^-1/2.
 LEVELS = {
     2: (0.4528, 1.51),
     4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
@@ -732,50 +956,80 @@ LEVELS = {
 
 
 def turboquant(x: Tensor, Pi: Tensor, levels: Tensor) -> Tensor:
-    """x [..., D] as its codes decode (Algorithm 1, with its line numbers); Pi [D, D]: a random
-    rotation."""
+    """Vectors as their codes decode (TurboQuant's Algorithm 1, whose lines number the steps).
+
+    x [..., D] -> [..., D]. Pi [D, D]: a random rotation; levels [n]: those of a unit vector's
+    numbers."""
     norm = x.norm(dim=-1, keepdim=True)
-    y = x / norm @ Pi.mT  # 5. Rotate the unit vector.
-    codes = (y[..., None] - levels).abs().argmin(-1)  # 6. The nearest level of each number.
-    return as_fp16(norm) * (levels[codes] @ Pi)  # 9, 10. Decode, and rotate back.
+
+    # 5. Rotate the unit vector.
+    y = x / norm @ Pi.mT
+
+    # 6. The nearest level of each number.
+    codes = (y[..., None] - levels).abs().argmin(-1)
+
+    # 9, 10. Decode, and rotate back.
+    return as_fp16(norm) * (levels[codes] @ Pi)
 
 
 class LevelStore(ScaledStore):
-    """Codes of a rotated row's numbers, each of the nearest level of a unit vector's, and the row's
-    norm."""
+    """Codes of a rotated vector's numbers, each of the nearest level of a unit vector's, and the
+    vector's norm."""
 
     kind = "levels"  # which no kernel knows
 
     def __init__(self, context: CacheContext, bits: int):
         width = context.config.head_dim
         super().__init__(context, context.config.n_kv_heads, context.max_seq_length, width, bits)
-        levels = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
-        self.levels = torch.cat((-levels.flip(0), levels))
-        self.rotation = random_rotation(width).to(context.device)
+        positive = torch.tensor(LEVELS[bits], device=context.device) * width**-0.5
+        self.levels = torch.cat((-positive.flip(0), positive))  # ascending
+        self.rotation = random_rotation(width).to(context.device)  # Pi^T
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        norm, middles = x.float().norm(dim=-1), (self.levels[1:] + self.levels[:-1]) / 2
-        rotated = x.float() / norm.clamp(min=1e-20)[..., None] @ self.rotation
-        return pack(torch.bucketize(rotated, middles), self.bits), as_fp16(norm)
+        x = x.float()
+        norm = x.norm(dim=-1)
+        unit = x / norm.clamp(min=1e-20)[..., None]
+        rotated = unit @ self.rotation
+        # The nearest level is told by the middles between levels.
+        middles = (self.levels[1:] + self.levels[:-1]) / 2
+        codes = torch.bucketize(rotated, middles)
+        return pack(codes, self.bits), as_fp16(norm)
 
-    def rotated(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return self.levels[unpack(rows, self.bits).int()] * scale[..., None].float()
+    def decode_rotated(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        """The numbers [..., D] before they are rotated back, of codes and of norms [...]; fp32."""
+        codes = unpack(vectors, self.bits).int()
+        return self.levels[codes] * scale[..., None].float()
 
-    def decode(self, rows: Tensor, scale: Tensor) -> Tensor:
-        return (self.rotated(rows, scale) @ self.rotation.mT).to(self.context.dtype)
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        rotated = self.decode_rotated(vectors, scale)
+        return (rotated @ self.rotation.mT).to(self.context.dtype)
+
+    # Products with rotated numbers: it takes less to rotate queries and outputs than every token.
 
     def logits(self, q: Tensor) -> Tensor:
-        return q.float() @ self.rotation @ self.rotated(self.vectors, self.scale).mT
+        q_rotated = q.float() @ self.rotation
+        return q_rotated @ self.decode_rotated(self.vectors, self.scale).mT
 
     def mix(self, weights: Tensor) -> Tensor:
-        return weights @ self.rotated(self.vectors, self.scale) @ self.rotation.mT
+        mixed = weights @ self.decode_rotated(self.vectors, self.scale)
+        return mixed @ self.rotation.mT
 
 
 def turboquant_cache(context: CacheContext, settings: TurboQuantSettings) -> Cache:
-    return coded_cache(context, settings, lambda: LevelStore(context, settings.bits))
+    keys = LevelStore(context, settings.bits)
+    values = LevelStore(context, settings.bits)
+    return coded_cache(context, settings, keys, values)
 
 
 # ----------------------------------------------------------------------------------------- ShadowKV
+
+
+class ShadowKvLayout(NamedTuple):
+    """How many tokens of each kind a cache has room for."""
+
+    n_selected: int  # of chunks that a step selects
+    n_outliers: int  # of outlier chunks
+    n_recent: int
 
 
 @dataclass
@@ -793,66 +1047,105 @@ class ShadowKvSettings:
 
     def budget(self, max_seq_length: int) -> Budget:
         """Outliers stand in the place of sinks."""
-        selected, outliers, recent = self.layout(max_seq_length)
-        selected, outliers, recent = fit_budget(max_seq_length, selected, outliers, recent)
-        return Budget(n_sinks=outliers, n_selected=selected, n_recent=recent)
+        layout = self.layout(max_seq_length)
+        # Where not all fit, recent tokens come first, then outliers, then what is selected:
+        # fit_budget knows these as recent tokens, selected ones and sinks.
+        fitted = fit_budget(
+            max_seq_length,
+            n_sinks=layout.n_selected,
+            n_selected=layout.n_outliers,
+            n_recent=layout.n_recent,
+        )
+        return Budget(
+            n_sinks=fitted.n_selected,
+            n_selected=fitted.n_sinks,
+            n_recent=fitted.n_recent,
+        )
 
-    def layout(self, max_seq_length: int) -> tuple[int, int, int]:
-        """What is selected, and what is stored for it beside it: tokens of chunks, of outlier
-        chunks, recent ones. Whole chunks; room for all in each where all are attended."""
+    def layout(self, max_seq_length: int) -> ShadowKvLayout:
+        """Whole chunks, whose tokens are --keep in all. Where all tokens are attended, there is
+        room for all of them as each kind."""
         chunk = min(self.chunk, max_seq_length)
-        outliers = self.outliers * chunk
-        recent = self.recent + chunk - 1
+        n_recent = self.recent + chunk - 1  # recent tokens begin where a chunk does
         total = kept_tokens(self.keep, max_seq_length)
-        n_chunks = -(-max_seq_length // chunk)
         if total >= max_seq_length:
-            return (
-                n_chunks * chunk,
-                min(self.outliers, n_chunks) * chunk,
-                min(recent, max_seq_length),
+            n_chunks = -(-max_seq_length // chunk)
+            return ShadowKvLayout(
+                n_selected=n_chunks * chunk,
+                n_outliers=min(self.outliers, n_chunks) * chunk,
+                n_recent=min(n_recent, max_seq_length),
             )
-        selected = (total - outliers - recent) // chunk
-        if selected < 1:
-            exact = f"{self.outliers} outlier chunks and {recent} recent tokens"
+        n_outliers = self.outliers * chunk
+        n_chunks = (total - n_outliers - n_recent) // chunk
+        if n_chunks < 1:
+            exact = f"{self.outliers} outlier chunks and {n_recent} recent tokens"
             raise UserError(
                 f"--keep {self.keep:g} of {max_seq_length} leaves no chunk of {chunk} beside"
                 f" {exact}; lower --outliers or --recent"
             )
-        return selected * chunk, outliers, recent
+        return ShadowKvLayout(n_chunks * chunk, n_outliers, n_recent)
+
+
+class ShadowKvBudget(NamedTuple):
+    """What the published step selects, and what is exact besides."""
+
+    n_chunks: int  # to select
+    chunk: int  # tokens of a chunk
+    n_recent: int
 
 
 def shadowkv_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, U: Tensor, outliers: Tensor, budget: tuple, rope
-) -> tuple:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stored: tuple,
+    U: Tensor,
+    outliers: Tensor,
+    budget: ShadowKvBudget,
+    rope: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, list[Tensor], tuple]:
     """One decode step of ShadowKV as published (Algorithm 2), for one sequence.
 
-    q [Hq, D], k, v [Hkv, D]: before RoPE -> [Hq, D], and each KV head's tokens. stored: latents
-    [S - 1, r], K after RoPE (for landmarks, outliers, recent tokens) and V [S - 1, Hkv, D]. U
-    [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, .]: exact chunks. budget: chunks to select,
-    tokens of a chunk, recent tokens."""
-    (n, chunk, recent), S, (heads, D), outputs, chosen = budget, len(stored[0]) + 1, k.shape, [], []
-    q, rotated = (rope(x[None], torch.tensor([S - 1]))[0] for x in (q, k))
-    latents, keys, values = stored = appended(stored, k.flatten() @ U, rotated, v)
-    q, near = q.unflatten(0, (heads, -1)), max(0, S - recent) // chunk
-    for h in range(heads):
-        # 1. The n best of the older chunks, by the largest weight that a query gives their mean
-        # key.
-        landmarks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk)).mean(1)
-        scores = (q[h] @ landmarks.mT * D**-0.5).log_softmax(-1).amax(0)[:near]
-        scores[outliers[h][outliers[h] < near]] = -torch.inf
-        best = scores.topk(min(n, int(scores.isfinite().sum()))).indices
+    q [Hq, D], k and v [Hkv, D]: before RoPE -> output [Hq, D], and each KV head's tokens. stored:
+    latents [S - 1, r], K after RoPE (for landmarks, outliers, recent tokens) and V
+    [S - 1, Hkv, D]. U [Hkv*D, r]: of the prompt's SVD. outliers [Hkv, n]: exact chunks.
+    rope(x, positions) rotates x [n, H, D]."""
+    n_chunks, chunk, n_recent = budget
+    Hkv, D = k.shape
+    S = len(stored[0]) + 1
+    now = torch.tensor([S - 1])
+    q = rope(q[None], now)[0].unflatten(0, (Hkv, -1))  # [Hkv, G, D]
+    k_rotated = rope(k[None], now)[0]
+    latents, keys, values = appended(stored, k.flatten() @ U, k_rotated, v)
+    U = U.unflatten(0, (Hkv, D))
+
+    n_old = max(0, S - n_recent) // chunk  # chunks before the recent tokens
+    recent = torch.arange(n_old * chunk, S)
+    outputs = []
+    attended = []
+    for h in range(Hkv):
+        # 1. The best of the older chunks, by the largest weight that a query gives their mean key.
+        chunks = keys[: S // chunk * chunk, h].unflatten(0, (-1, chunk))  # [chunks, chunk, D]
+        landmarks = chunks.mean(1)
+        logits = q[h] @ landmarks.mT / D**0.5  # [G, chunks]
+        scores = logits.log_softmax(-1).amax(0)[:n_old]
+        scores[outliers[h][outliers[h] < n_old]] = -torch.inf
+        n_best = min(n_chunks, int(scores.isfinite().sum()))
+        best = scores.topk(n_best).indices
+
         # 2. Rebuild their keys; outliers and recent tokens are exact.
-        rebuilt, far = (
-            (c[:, None] * chunk + torch.arange(chunk)).flatten() for c in (best, outliers[h])
-        )
-        exact = torch.cat((far, torch.arange(near * chunk, S)))
-        k_best = rope((latents[rebuilt] @ U.unflatten(0, (heads, D))[h].mT)[:, None], rebuilt)[:, 0]
+        rebuilt = page_tokens(best, chunk)
+        exact = torch.cat((page_tokens(outliers[h], chunk), recent))
+        k_rebuilt = latents[rebuilt] @ U[h].mT  # [n, D]
+        k_rebuilt = rope(k_rebuilt[:, None], rebuilt)[:, 0]
+        k_attended = torch.cat((k_rebuilt, keys[exact, h]))
+
         # 3. Attend. The values of what is rebuilt come from host memory.
         tokens = torch.cat((rebuilt, exact))
-        weights = (q[h] @ torch.cat((k_best, keys[exact, h])).mT * D**-0.5).softmax(-1)
-        outputs.append(weights @ values[tokens, h])
-        chosen.append(tokens)
-    return torch.cat(outputs), chosen, stored
+        logits = q[h] @ k_attended.mT / D**0.5
+        outputs.append(logits.softmax(-1) @ values[tokens, h])
+        attended.append(tokens)
+    return torch.cat(outputs), attended, (latents, keys, values)
 
 
 class ShadowKvCache(Cache):
@@ -866,127 +1159,163 @@ class ShadowKvCache(Cache):
         n_heads = c.n_kv_heads
         D = c.head_dim
         S = context.max_seq_length
+        layout = settings.layout(S)
         self.settings = settings
         self.chunk = min(settings.chunk, S)
-        self.selected, self.outlier_tokens, self.n_recent = settings.layout(S)
+        self.selected = layout.n_selected
+        self.outlier_tokens = layout.n_outliers
+        self.n_recent = layout.n_recent
         self.r = rank_of(settings.rank, c.kv_dim)
-        self.add_table("basis", c.kv_dim, self.r, dtype=context.dtype)
+        n_chunks = -(-S // self.chunk)
+        n_outliers = self.outlier_tokens // self.chunk
+        self.add_table("basis", c.kv_dim, self.r, dtype=context.dtype)  # U
         self.add_table("latent", S, self.r, dtype=context.dtype)
-        self.add_table("landmark", n_heads, -(-S // self.chunk), D, dtype=context.dtype)
-        self.add_table("outlier", n_heads, self.outlier_tokens // self.chunk, fill=-1)
+        self.add_table("landmark", n_heads, n_chunks, D, dtype=context.dtype)
+        self.add_table("outlier", n_heads, n_outliers, fill=-1)  # numbers of chunks
         self.outliers = TokenStore(context, n_heads, self.outlier_tokens, 2 * D)
-        self.ring = RingStore(context, n_heads, 2 * D, 0, self.n_recent)
+        self.ring = RingStore(context, n_heads, 2 * D, n_sinks=0, n_recent=self.n_recent)
         self.values = HostStore(context, n_heads, S, D)
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """Rebuilt keys, but for those of outliers and recent tokens."""
         latents = self.latent[row, :length]
-        keys = (latents @ self.basis[row].T).unflatten(1, (self.config.n_kv_heads, -1))
-        kv = torch.cat((self.rope_from(keys, 0), self.values.of_row(row, length)), -1)
-        index = page_tokens(self.outlier[row], self.chunk)  # [Hkv, m], negative for none
+        keys = latents @ self.basis[row].T  # [length, Hkv*D]
+        keys = self.rope_from(keys.unflatten(1, (self.config.n_kv_heads, -1)), 0)
+        kv = torch.cat((keys, self.values.of_row(row, length)), -1)  # [length, Hkv, 2D]
+        index = page_tokens(self.outlier[row], self.chunk)  # [Hkv, n], negative for none
         head, place = (index >= 0).nonzero(as_tuple=True)
         kv[index[head, place], head] = self.outliers.vectors[row, head, place]
         return self.ring.overlay(row, kv).chunk(2, -1)
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        stop = start + len(q)
-        flat = k.flatten(1)  # before RoPE
+        is_prompt = start == 0
+        flat = k.flatten(1)  # [n, Hkv*D], before RoPE
         q = self.rope_from(q, start)
         k = self.rope_from(k, start)
         past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
-        # Latents, in the basis of the prompt.
-        if start == 0:
-            # its eigenvectors are the right singular vectors of K
-            gram = flat.double().T @ flat.double()
-            self.basis[row] = (
-                torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : self.r].to(flat.dtype)
-            )
-        self.latent[row, start:stop] = flat @ self.basis[row]
-        # Landmarks, of the chunk that goes on, or begins, and those after it.
-        first = start // self.chunk
-        # its tokens in the ring
-        begun = self.context.positions[first * self.chunk : start] % self.n_recent
-        begun_k, _ = self.ring.vectors[row, :, begun].chunk(2, -1)
-        keys = torch.cat((begun_k.transpose(0, 1), k))
-        chunks = keys[: len(keys) // self.chunk * self.chunk].unflatten(0, (-1, self.chunk)).float()
-        landmark = chunks.mean(1)  # [n, Hkv, D]
-        self.landmark[row, :, first : first + len(chunks)] = landmark.transpose(0, 1).to(k.dtype)
+        # A prompt decides the basis; what follows it is projected by that.
+        if is_prompt:
+            self.basis[row] = self.best_basis(flat)
+        self.latent[row, start : start + len(k)] = flat @ self.basis[row]
+        chunks, landmarks = self.write_landmarks(row, start, k)
         kv = torch.cat((k, v), -1)
-        if start == 0:
-            self.keep_outliers(row, kv, chunks, landmark)
+        if is_prompt:
+            self.keep_outliers(row, kv, chunks, landmarks)
         self.values.write_prompt(row, start, v)
         self.ring.write_prompt(row, start, kv)
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
-    def keep_outliers(self, row: int, kv: Tensor, chunks: Tensor, landmark: Tensor) -> None:
-        """Stores the old chunks of a prompt that are least like their mean: kv [S, Hkv, 2D], chunks
-        of keys [n, chunk, Hkv, D] and their means [n, Hkv, D]."""
+    def best_basis(self, keys: Tensor) -> Tensor:
+        """U [Hkv*D, r] of a prompt's keys [S, Hkv*D] before RoPE: their leading right singular
+        vectors, which are the eigenvectors of K^T K."""
+        gram = keys.double().T @ keys.double()
+        eigenvectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)  # the largest first
+        return eigenvectors[:, : self.r].to(keys.dtype)
+
+    def write_landmarks(self, row: int, start: int, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the means of the chunks that new keys fill, k [n, Hkv, D] after RoPE.
+
+        -> the chunks [chunks, chunk, Hkv, D], and their means [chunks, Hkv, D]; fp32."""
+        # The chunk that goes on has its first tokens in the ring, whose slots go by position.
+        first_chunk = start // self.chunk
+        begun = self.context.positions[first_chunk * self.chunk : start]
+        begun_k, _ = self.ring.vectors[row, :, begun % self.n_recent].chunk(2, -1)
+        keys = torch.cat((begun_k.transpose(0, 1), k))
+        n_chunks = len(keys) // self.chunk  # whole ones
+        chunks = keys[: n_chunks * self.chunk].unflatten(0, (-1, self.chunk)).float()
+        landmarks = chunks.mean(1)
+        stop_chunk = first_chunk + n_chunks
+        by_head = landmarks.transpose(0, 1).to(k.dtype)
+        self.landmark[row, :, first_chunk:stop_chunk] = by_head
+        return chunks, landmarks
+
+    def keep_outliers(self, row: int, kv: Tensor, chunks: Tensor, landmarks: Tensor) -> None:
+        """Stores the old chunks of a prompt that are least like their mean.
+
+        kv [S, Hkv, 2D]; chunks of keys [chunks, chunk, Hkv, D] and their means [chunks, Hkv, D]."""
         n_old = max(0, len(kv) - self.settings.recent) // self.chunk
-        # [old, Hkv]
-        likeness = F.cosine_similarity(chunks[:n_old], landmark[:n_old, None], dim=-1).amin(1)
-        n = min(self.outlier.shape[-1], n_old)
-        ids = likeness.T.topk(n, largest=False).indices  # [Hkv, n]
+        means = landmarks[:n_old, None]
+        # A chunk is as like its mean as its least like key is.
+        likeness = F.cosine_similarity(chunks[:n_old], means, dim=-1).amin(1)  # [n_old, Hkv]
+        n_outliers = min(self.outlier.shape[-1], n_old)
+        outlier = likeness.T.topk(n_outliers, largest=False).indices  # [Hkv, n_outliers]
         self.outlier[row] = -1
-        self.outlier[row, :, : ids.shape[1]] = ids.int()
-        tokens = page_tokens(ids, self.chunk)
-        heads = torch.arange(len(ids), device=kv.device)[:, None]
+        self.outlier[row, :, :n_outliers] = outlier.int()
+        tokens = page_tokens(outlier, self.chunk)
+        heads = torch.arange(len(outlier), device=kv.device)[:, None]
         self.outliers.vectors[row, :, : tokens.shape[1]] = kv[tokens, heads]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n_heads = k.shape[1]
+        Hkv = k.shape[1]
         rows = self.context.rows
-        self.latent[rows, pos] = (k.flatten(1)[:, None] @ self.basis)[:, 0]
+
+        # 1. Write.
+        latent = k.flatten(1)[:, None] @ self.basis  # [B, 1, r]
+        self.latent[rows, pos] = latent[:, 0]
         q = self.rope(q, pos)
         k = self.rope(k, pos)
         self.ring.write_token(pos, torch.cat((k, v), -1))
         self.values.write_token(pos, v)
-        # The mean of the last chunk is written at every step and read when the chunk is whole.
-        newest = page_tokens((pos // self.chunk)[:, None], self.chunk) % self.n_recent
-        # [B, Hkv, D]
-        mean = self.ring.vectors[rows[:, None], :, newest].float().mean(1).chunk(2, -1)[0]
-        self.landmark[rows, :, pos // self.chunk] = mean.to(k.dtype)
-        tokens = self.select(pos, q)[:, :, 0]
-        # K = RoPE(A U^T) and V of the selected tokens.
-        index = tokens[..., self.outlier_tokens : tokens.shape[-1] - self.n_recent].clamp(min=0)
-        latent = self.latent[rows[:, None, None], index]  # [B, Hkv, n, r]
-        rebuilt = latent @ self.basis.unflatten(1, (n_heads, -1)).transpose(-1, -2)
-        k_selected = self.rope(rebuilt[..., None, :], index)[..., 0, :]
-        v_selected = self.values.read(index[:, :, None])[:, :, 0]
+        # The mean of the last chunk is written at every step, and read when the chunk is whole: a
+        # condition would have to ask the host.
+        last_chunk = pos // self.chunk
+        slots = page_tokens(last_chunk[:, None], self.chunk) % self.n_recent  # [B, chunk]
+        mean_kv = self.ring.vectors[rows[:, None], :, slots].float().mean(1)  # [B, Hkv, 2D]
+        mean_k, _ = mean_kv.chunk(2, -1)
+        self.landmark[rows, :, last_chunk] = mean_k.to(k.dtype)
+
+        # 2. Select, and rebuild K = RoPE(A U^T) of the selected tokens. Their V comes from host
+        # memory.
+        tokens = self.select(pos, q)[:, :, 0]  # [B, Hkv, n]
+        stop = tokens.shape[-1] - self.n_recent
+        selected = tokens[..., self.outlier_tokens : stop].clamp(min=0)
+        latents = self.latent[rows[:, None, None], selected]  # [B, Hkv, n, r]
+        U = self.basis.unflatten(1, (Hkv, -1))  # [B, Hkv, D, r]
+        rebuilt = latents @ U.transpose(-1, -2)  # [B, Hkv, n, D]
+        k_selected = self.rope(rebuilt[..., None, :], selected)[..., 0, :]
+        v_selected = self.values.read(selected[:, :, None])[:, :, 0]
+
+        # 3. Attend outliers, selected and recent tokens, in the order of `select`.
         k_outliers, v_outliers = self.outliers.vectors.chunk(2, -1)
         k_recent, v_recent = self.ring.vectors.chunk(2, -1)
-        k_all = torch.cat((k_outliers, k_selected, k_recent), 2)
-        v_all = torch.cat((v_outliers, v_selected, v_recent), 2)
+        keys = torch.cat((k_outliers, k_selected, k_recent), 2)
+        values = torch.cat((v_outliers, v_selected, v_recent), 2)
         return kernels.attend_rows(
-            q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
+            q, keys, values, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
         )
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
         """Outliers, then the tokens of the best chunks, then the recent tokens: an index
         [B, Hkv, 1, n]."""
-        # chunk of the recent tokens
-        first = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
-        near = ring_positions(pos, self.n_recent)[:, None].expand(-1, self.config.n_kv_heads, -1)
-        near = near.where(near >= (first * self.chunk)[:, None, None], -1)
-        chosen = self.select_chunks(pos, q, first - 1)
-        return torch.cat((page_tokens(self.outlier, self.chunk), chosen, near), 2)[:, :, None]
+        # Recent tokens begin with a chunk, so that each token is in a chunk or recent, never both.
+        first_chunk = (pos + 1 - self.settings.recent).clamp(min=0) // self.chunk
+        in_ring = ring_positions(pos, self.n_recent)[:, None]  # [B, 1, n_recent]
+        in_ring = in_ring.expand(-1, self.config.n_kv_heads, -1)
+        is_recent = in_ring >= (first_chunk * self.chunk)[:, None, None]
+        recent = in_ring.where(is_recent, -1)
+        outliers = page_tokens(self.outlier, self.chunk)
+        selected = self.select_chunks(pos, q, first_chunk - 1)
+        return torch.cat((outliers, selected, recent), 2)[:, :, None]
 
     def select_chunks(self, pos: Tensor, q: Tensor, last: Tensor) -> Tensor:
-        """Tokens of the chunks up to `last` with the best landmarks [B, Hkv, n], negative for
+        """Tokens of the chunks up to `last` [B] with the best landmarks [B, Hkv, n], negative for
         none."""
-        whole = (pos + 1) // self.chunk - 1  # the newest chunk that is whole
+        last_whole = (pos + 1) // self.chunk - 1
+        scores = kernels.scores(
+            q, self.landmark, None, last_whole, self.scale, "largest", kernel=self.kernel
+        )  # [B, Hkv, chunks]
         chunks = torch.arange(self.landmark.shape[2], device=pos.device)
         is_outlier = (self.outlier[..., None] == chunks).any(2)
-        scores = kernels.scores(
-            q, self.landmark, None, whole, self.scale, "largest", kernel=self.kernel
-        ).masked_fill(is_outlier, -torch.inf)
+        scores = scores.masked_fill(is_outlier, -torch.inf)
         budget = Budget(n_sinks=0, n_selected=self.selected // self.chunk, n_recent=0)
         best = kernels.select(scores.unsqueeze(2), last, budget, kernel=self.kernel)
         return page_tokens(best[:, :, 0], self.chunk)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
+        n_chunks = -(-length // self.chunk)
         state["latent"] = self.latent[row, :length]
-        state["landmark"] = self.landmark[row, :, : -(-length // self.chunk)]
+        state["landmark"] = self.landmark[row, :, :n_chunks]
         return state
 
     def bytes_host(self) -> int:
@@ -996,13 +1325,16 @@ class ShadowKvCache(Cache):
         """Landmarks, outliers, ring, each head's chosen latents, the basis, and V of the chosen
         (host)."""
         c = self.config
-        recent = min(self.n_recent, length)
-        outliers = min(self.outlier_tokens, max(0, length - recent))
-        chosen = min(self.selected, max(0, length - recent - outliers))
-        elements = (length // self.chunk + 2 * (outliers + recent)) * c.kv_dim
-        elements += (min(length, c.n_kv_heads * chosen) + c.kv_dim) * self.r
-        elements += chosen * c.kv_dim
-        return elements * self.context.dtype.itemsize
+        n_recent = min(self.n_recent, length)
+        n_outliers = min(self.outlier_tokens, max(0, length - n_recent))
+        n_selected = min(self.selected, max(0, length - n_recent - n_outliers))
+        landmarks = length // self.chunk * c.kv_dim
+        exact = 2 * (n_outliers + n_recent) * c.kv_dim
+        latents = min(length, c.n_kv_heads * n_selected) * self.r
+        basis = c.kv_dim * self.r
+        values = n_selected * c.kv_dim
+        numbers = landmarks + exact + latents + basis + values
+        return numbers * self.context.dtype.itemsize
 
 
 # --------------------------------------------------------------------------------------------- Palu
@@ -1017,35 +1349,53 @@ class PaluSettings:
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> Tensor:
         """Layer i's bases R [Hkv, D, r] of the keys ("k") or the values ("v")."""
-        basis = artifact[f"{kind}.basis"][i]
-        return basis[..., : rank_of(self.keep, basis.shape[-1])]
+        basis = artifact[f"{kind}.basis"][i]  # [Hkv, D, D]
+        r = rank_of(self.keep, basis.shape[-1])
+        return basis[..., :r]
 
 
 def palu_step(
-    q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor, rope
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stored: tuple,
+    R: Tensor,
+    rope: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, tuple]:
-    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group: q [G, D]
-    after RoPE, k [D] before it, v [d_v] -> [G, d_v]. stored: latents of the keys [S - 1, r] and of
-    the values [S - 1, d_v], whose basis W_V and W_O have. R [D, r] is orthonormal; rope(x,
-    positions) rotates x [n, D]."""
-    latents, values = stored = appended(stored, k @ R, v)
-    # every step rebuilds and rotates all keys
-    keys = rope(latents @ R.mT, torch.arange(len(latents)))
-    return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
+    """One decode step of Palu as published (sec. 3.1), for one KV head of its own group.
+
+    q [G, D]: after RoPE; k [D]: before it; v [d_v]: x W_V R_V, whose basis is folded into W_V and
+    W_O -> output [G, d_v]. stored: latents of the keys [S - 1, r] and of the values [S - 1, d_v].
+    R [D, r] is orthonormal; rope(x, positions) rotates x [n, D]."""
+    # 1. Compress the key before RoPE, and append.
+    latents, values = appended(stored, k @ R, v)
+
+    # 2. Rebuild and rotate all keys: every step does.
+    positions = torch.arange(len(latents))
+    keys = rope(latents @ R.mT, positions)
+
+    # 3. Attend.
+    logits = q @ keys.mT / len(R) ** 0.5
+    output = logits.softmax(-1) @ values
+    return output, (latents, values)
 
 
 class PaluKeys(RebuiltKeys):
     """Keys rebuilt of latents [B, Hkv, S, r] in 16 bits, each head's own."""
 
     def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
-        bias = self.bias.float()[..., None]
-        paired = [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (self.basis, bias)]
-        return [None, None, paired[0], None, paired[1]]
+        """As the kernel takes what is no code: latents without scales, a basis without one."""
+        n_heads = len(basis)
+        bias = self.bias.float()[..., None]  # [Hkv, D, 1]
+        paired_basis = kernels.interleave_rope(self.basis.flatten(0, 1), n_heads)
+        paired_bias = kernels.interleave_rope(bias.flatten(0, 1), n_heads)
+        return [None, None, paired_basis, None, paired_bias]
 
 
 class PaluCache(Cache):
-    """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE
-    compression."""
+    """Folded values, and latents of the keys before RoPE: FDC's /PRC, no post-RoPE compression.
+
+    Latents are of keys less their bias, which comes back when they are rebuilt (ours)."""
 
     def __init__(self, context: CacheContext, settings: PaluSettings, fitted: FittedLayer):
         super().__init__(context)
@@ -1060,41 +1410,53 @@ class PaluCache(Cache):
         """k [n, Hkv, D] before RoPE -> [n, Hkv, r]."""
         return in_basis(k - self.keys.bias, self.keys.basis)
 
+    def of_heads(self, values: Tensor) -> Tensor:
+        """values [n, Hkv*r] of all heads -> [n, Hkv, r]."""
+        return values.unflatten(-1, (self.config.n_kv_heads, -1))
+
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, values: Tensor
     ) -> Tensor:
-        """values [n, Hkv r]: all heads', folded; v is empty."""
+        """values [n, Hkv*r]: all heads', folded; v is empty -> [n, Hq, r]."""
         stop = start + len(q)
         self.keys.latents.write_prompt(row, start, self.latent(k))
-        self.values.write_prompt(row, start, values.unflatten(-1, (self.config.n_kv_heads, -1)))
+        self.values.write_prompt(row, start, self.of_heads(values))
         k = self.keys.of_row(row, stop)
         v = self.values.of_row(row, stop)
-        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))  # flash attention wants one width
-        return causal_attention(self.rope_from(q, start), k, padded)[..., : v.shape[-1]]
+        # Flash attention wants one width for q, k and v.
+        D = q.shape[-1]
+        r = v.shape[-1]
+        padded = F.pad(v, (0, D - r))
+        output = causal_attention(self.rope_from(q, start), k, padded)
+        return output[..., :r]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Tensor) -> Tensor:
-        """values [B, Hkv r]: all heads', folded; v is empty."""
+        """values [B, Hkv*r]: all heads', folded; v is empty -> [B, Hq, r]."""
         self.keys.latents.write_token(pos, self.latent(k))
-        self.values.write_token(pos, values.unflatten(-1, (self.config.n_kv_heads, -1)))
+        self.values.write_token(pos, self.of_heads(values))
         q = self.rope(q, pos)
         return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:
-    """Whitened SVD of W_K and W_V, one head a group (Palu sec. 3): the best A B for X W is W R R^T,
-    where R has the eigenvectors of W^T X^T X W: of the head's keys (or values) on the text, less
-    the bias."""
-    from calibrate import head_bases  # only now: it imports generate
+    """The whitened SVD of W_K and W_V, one head a group (Palu sec. 3).
+
+    The best A B for X W is W R R^T, where R has the eigenvectors of W^T X^T X W: those of the
+    head's keys (or values) on the text, less the bias. tokens [N, S] -> "k.basis" and "v.basis"
+    [L, Hkv, D, D] in calibrate.Fitted, columns, the best first."""
+    from calibrate import Fitted, head_bases  # only now: it imports generate
 
     biases = [kv_bias(layer.attention, model.config) for layer in model.layers]
 
     def keys_and_values(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat((k - biases[i][0], v - biases[i][1]), 1)  # [S, 2 Hkv, D]
+        k_bias, v_bias = biases[i]
+        return torch.cat((k - k_bias, v - v_bias), 1)  # [S, 2 Hkv, D]
 
-    values, basis = head_bases(model, tokens, "palu", keys_and_values)
-    kept = values[..., : model.config.head_dim // 2].norm() / values.norm()
-    k_basis, v_basis = (t.float() for t in basis.chunk(2, 1))
-    return {"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2}
+    singular, basis = head_bases(model, tokens, "palu", keys_and_values)
+    k_basis, v_basis = basis.float().chunk(2, 1)
+    half = model.config.head_dim // 2
+    kept = singular[..., :half].norm() / singular.norm()
+    return Fitted({"k.basis": k_basis, "v.basis": v_basis}, {"energy of 50%": kept.item() ** 2})
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -1103,6 +1465,7 @@ METHODS = {
     "streaming": Method(StreamingSettings, each_layer(StreamingCache)),
     "h2o": Method(H2oSettings, each_layer(H2oCache)),
     "snapkv": Method(SnapKvSettings, each_layer(SnapKvCache)),
+    "random": Method(RandomSettings, random_caches),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(
         SalsCannSettings, each_layer(SalsCannCache), fit="calibrate:fit_loki", tensors=loki_tensors

@@ -1,25 +1,23 @@
-"""Time decode steps and one layer's attention over filled caches, look for needles, and draw
-tables.
+"""Time decode steps and one layer's attention over filled caches, look for needles, draw tables.
 
-    python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ... python -m
-    extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi python -m
-    extras.bench speed --rows FILE --csv speed.csv python -m extras.bench needle --method dense
-    --method sals --lengths 2048 4096 8000 --csv needle.csv python -m extras.bench plot
-    docs/eval-nano.csv docs/drift-nano.csv --out docs python -m extras.bench plot --overview
-    docs/throughput.csv docs/eval-{smollm2,qwen}.csv --out docs
-A row is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, with options of generate.py; a file has one a line.
-SEQUENCES: a number, or max for as many as fit. No prompt is read: the caches are filled with random
-numbers. Dense comes first for each shape, sequences and tokens.
+    python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
+    python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
+    python -m extras.bench speed --rows FILE --csv speed.csv
+    python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv
+    python -m extras.bench plot docs/eval-nano.csv docs/drift-nano.csv --out docs
+    python -m extras.bench plot --overview docs/throughput.csv docs/eval-nano.csv --out docs
+
+What is timed needs no checkpoint and reads no prompt: weights are random, and the caches are filled
+with random numbers. Each command says more: python -m extras.bench step --help.
 """
 
 import argparse
 import csv
 import dataclasses
 import gc
-import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import calibrate
-from calibrate import save_csv, text_ids, writable_file, writable_folder
+from calibrate import add_command, save_csv, text_ids, writable_file, writable_folder
 from compress import load_artifact, replacing_file
 from extras.evaluate import (
     ANSWER_ROOM,
@@ -47,39 +45,133 @@ from extras.evaluate import (
     row_options,
 )
 from generate import LLM, NANO, Engine, Parser, clock, whole
-from model import SHAPES, UserError, free_memory, load_config, load_tokenizer
+from model import SHAPES, ModelConfig, UserError, free_memory, load_config, load_tokenizer
 
-ROOM = 256  # tokens of a cache beyond those that it holds
-COSTS = ("bytes/token", "read/step")  # columns of eval's table
-PAINTED = {  # what the overview names
-    "dense": ("dense", "#404040"),
-    "kivi": ("KIVI", "#8c6d1f"),
-    "sals": ("SALS", "#c2185b"),
-    "lrqk": ("LRQK + host memory", "#1b7f3b"),
-    "loki": ("Loki", "#e07b00"),
-    "elitekv": ("EliteKV", "#6a3fb5"),
-    "fdc": ("FDC", "#0b6fb8"),
-}
-
-# --------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------- rows of a table
 
 
 class Row(NamedTuple):
+    """What is timed: a method over a shape of random weights, and how full its cache is."""
+
     label: str
     shape: str
     sequences: int  # 0: as many as fit
-    tokens: int
+    tokens: int  # of each sequence
     options: str = "--method dense"
 
     @classmethod
     def parse(cls, text: str) -> "Row":
+        """Reads LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS. Raises UserError where it is not so."""
         try:
-            label, shape, sequences, tokens, options = map(str.strip, text.split("|"))
+            label, shape, sequences, tokens, options = text.split("|")
+            sequences = sequences.strip()
             return cls(
-                label, shape, 0 if sequences == "max" else int(sequences), int(tokens), options
+                label=label.strip(),
+                shape=shape.strip(),
+                sequences=0 if sequences == "max" else int(sequences),
+                tokens=int(tokens),
+                options=options.strip(),
             )
         except ValueError:
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
+
+    def size(self) -> tuple[str, int, int]:
+        """What rows must share to be compared."""
+        return self.shape, self.sequences, self.tokens
+
+
+def given_rows(args: argparse.Namespace) -> list[Row]:
+    """The rows of --row, then those of the file of --rows."""
+    texts = list(args.row)
+    if args.rows:
+        texts += generate.read_text(args.rows).splitlines()
+    return [Row.parse(text) for text in texts]
+
+
+def throughput_rows(args: argparse.Namespace) -> list[Row]:
+    """A row for each of --model, --lengths and --method, dense first."""
+    rows = []
+    methods = list(dict.fromkeys(["dense", *args.method]))  # each once
+    for shape in args.model:
+        for n_tokens in args.lengths:
+            for method in methods:
+                options = f"--method {method}"
+                if args.weights:
+                    options += f" --weights {args.weights}"
+                rows.append(Row(method, shape, 0, n_tokens, options))
+    return rows
+
+
+def by_size(rows: list[Row]) -> list[Row]:
+    """The rows, those of one size one after another, with a dense one before them.
+
+    Of rows of one label and size the last one counts. A label "dense" replaces the dense row."""
+    ordered = []
+    for size in dict.fromkeys(row.size() for row in rows):
+        by_label = {"dense": Row("dense", *size)}
+        for row in rows:
+            if row.size() == size:
+                by_label[row.label] = row
+        ordered += by_label.values()
+    return ordered
+
+
+# ----------------------------------------------------------------------------- caches that are full
+
+ROOM = 256  # tokens of a cache beyond those that it holds
+
+
+def shape_named(name: str) -> ModelConfig:
+    """A model's shape: one of SHAPES, or the embedded model's. UserError where there is none."""
+    if name == "nano":
+        return load_config(NANO)
+    if name not in SHAPES:
+        raise UserError(f"no shape {name!r}; the shapes are: {', '.join([*SHAPES, 'nano'])}")
+    return SHAPES[name]
+
+
+def filled_engine(
+    row: Row,
+    device: str,
+    share: float = 1.0,
+    more_options: tuple[str, ...] = (),
+    changes: dict | None = None,
+) -> Engine:
+    """An engine over random weights, whose caches hold random numbers in every place.
+
+    share: of the free memory, for as many sequences as fit. more_options: of generate.py, after the
+    row's. changes: fields of the shape that have another value."""
+    config = shape_named(row.shape)
+    line = f"--prompt {row.tokens} {row.options} --device {device}"
+    args = generate.parse_args([*line.split(), *more_options])
+    llm = LLM(
+        dataclasses.replace(config, **(changes or {})),
+        args.method,
+        max_seq_length=row.tokens + ROOM,
+        device=device,
+        dtype=args.dtype,
+        weights=args.weights,
+        use_compile=args.compile,
+        use_kernels=args.kernels,
+        **args.options,
+    )
+    n_sequences = row.sequences or sequences_that_fit(llm, share)
+    engine = llm.build_engine(n_sequences)
+    fill_caches(engine)
+    engine.pos.fill_(row.tokens)
+    return engine
+
+
+def sequences_that_fit(llm: LLM, share: float) -> int:
+    """How many sequences fit into a share of the memory that is free beside the weights."""
+    artifact = load_artifact(llm.source, llm.method, llm.model)
+    needs_of_one = generate.row_bytes(
+        llm.model, llm.method, llm.settings, artifact, llm.max_seq_length
+    )
+    fits = []
+    for kind, needed in needs_of_one.items():
+        fits.append(free_bytes(kind) / max(1, needed))
+    return max(1, int(share * min(fits)))
 
 
 def free_bytes(kind: str) -> float:
@@ -90,142 +182,171 @@ def free_bytes(kind: str) -> float:
     return int(available[1]) * 1024
 
 
-def filled_engine(row: Row, device: str, *more: str, share: float = 1.0, **changes) -> Engine:
-    """An engine over random weights. In each place its caches hold random numbers of the buffer's
-    kind.
-    more: options; changes: of the shape. share: of the free memory, for as many sequences as
-    fit."""
-    shapes = SHAPES | {"nano": load_config(NANO)}
-    line = f"--prompt {row.tokens} {row.options}"
-    if row.shape not in shapes:
-        raise UserError(f"no shape {row.shape!r}; the shapes are: {', '.join(shapes)}")
-    args = generate.parse_args([*line.split(), "--device", device, *more])
-    config, capacity = dataclasses.replace(shapes[row.shape], **changes), row.tokens + ROOM
-    llm = LLM(
-        config,
-        args.method,
-        max_seq_length=capacity,
-        device=device,
-        dtype=args.dtype,
-        weights=args.weights,
-        use_compile=args.compile,
-        use_kernels=args.kernels,
-        **args.options,
-    )
-    sequences = row.sequences
-    if not sequences:
-        artifact = load_artifact(config, args.method, llm.model)
-        needs = generate.row_bytes(llm.model, args.method, llm.settings, artifact, capacity).items()
-        fits = (free_bytes(kind) / max(1, needed) for kind, needed in needs)
-        sequences = max(1, int(share * min(fits)))
-    engine = llm.build_engine(sequences)
-    for name, buffer in itertools.chain(*(cache.named_buffers() for cache in engine.caches)):
-        for part in buffer.view(-1).split(1 << 28) if buffer.is_contiguous() else buffer:
-            if part.dtype == torch.float8_e4m3fn:  # which has no random_; from 127 on NaN
-                part.view(torch.uint8).random_(0, 127)
-            elif part.dtype in (torch.uint8, torch.int8):
-                part.random_(*((0, 256) if part.dtype == torch.uint8 else (-127, 128)))
-            elif part.is_floating_point():
-                part.uniform_(0.001, 0.01) if "scale" in name else part.normal_()
-    engine.pos.fill_(row.tokens)
-    return engine
+def fill_caches(engine: Engine) -> None:
+    """Writes random numbers into every place of the buffers of numbers and of codes.
+
+    Tables of positions and slots stay as they are: not every number would be one."""
+    for cache in engine.caches:
+        for name, buffer in cache.named_buffers():
+            # A part at a time: 2^28 numbers, or a row of the batch where the buffer is a view that
+            # does not lie in one piece.
+            parts = buffer
+            if buffer.is_contiguous():
+                parts = buffer.view(-1).split(1 << 28)
+            for part in parts:
+                fill_randomly(name, part)
+
+
+def fill_randomly(name: str, x: Tensor) -> None:
+    """Random numbers for a part of the buffer of this name."""
+    if x.dtype == torch.float8_e4m3fn:
+        x.view(torch.uint8).random_(0, 127)  # it has no random_ of its own; 127 is NaN
+    elif x.dtype == torch.uint8:
+        x.random_(0, 256)
+    elif x.dtype == torch.int8:
+        x.random_(-127, 128)
+    elif x.is_floating_point() and "scale" in name:
+        x.uniform_(0.001, 0.01)
+    elif x.is_floating_point():
+        x.normal_()
+
+
+# ---------------------------------------------------------------------------- the time of a step
 
 
 def times_of(run: Callable, device: torch.device, runs: int) -> list[float]:
-    """Microseconds of each run but a first one, rising."""
+    """Microseconds of each run, rising. One more run, the first, is not counted."""
     times = []
     for _ in range(1 + runs):
         started = clock(device)
         run()
-        times.append((clock(device) - started) * 1e6)
+        seconds = clock(device) - started
+        times.append(seconds * 1e6)
     return sorted(times[1:])
 
 
-def time_step(row: Row, device: str) -> Iterator[dict]:
-    """Milliseconds of a decode step: the median, least and most of five times 24. Tokens a second
-    of all rows. Bytes of all caches, and those that a step reads."""
-    yield step_figures(filled_engine(row, device), row)
+STEPS = 24  # decode steps of a run
 
 
-def time_throughput(row: Row, device: str) -> Iterator[dict]:
-    """Tokens a second: a decode step over as many rows as fit the memory beside the weights.
-    read_s: seconds to read their prompts, of which one is read and timed."""
+def step_figures(engine: Engine, row: Row) -> dict:
+    """The columns of run_step, but for what names the row."""
+    n_sequences = engine.context.batch_size
+
+    def steps() -> None:
+        engine.pos.fill_(row.tokens)
+        for _ in range(STEPS):
+            engine.step()
+
+    times_ms = [us / 1000 / STEPS for us in times_of(steps, engine.pos.device, runs=5)]
+    median_ms = times_ms[2]
+    stored = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
+    read_by_one = sum(cache.bytes_read(row.tokens) for cache in engine.caches)
+    return {
+        "batch": n_sequences,
+        "ms": median_ms,
+        "least": times_ms[0],
+        "most": times_ms[-1],
+        "tokens_per_s": n_sequences / median_ms * 1000,
+        "bytes": stored,
+        "bytes_read": n_sequences * read_by_one,
+    }
+
+
+def time_step(row: Row, device: str) -> list[dict]:
+    """The line of run_step's table for a row."""
+    return [step_figures(filled_engine(row, device), row)]
+
+
+def time_throughput(row: Row, device: str) -> list[dict]:
+    """The line of run_throughput's table for a row. UserError where one sequence is too much."""
     for share in (0.97, 0.9, 0.8, 0.6):  # what a step computes takes memory, too
-        # unlike `except`, it does not keep the first try's caches
+        # Unlike `except`, suppress does not hold the caches of a try that failed.
         with suppress(torch.OutOfMemoryError):
-            yield capacity_figures(row, device, share)
-            return
-        gc.collect()
-        torch.cuda.empty_cache()
+            return [capacity_figures(row, device, share)]
+        free_unused_memory()
     raise UserError("not enough memory")
 
 
 def capacity_figures(row: Row, device: str, share: float) -> dict:
-    engine = filled_engine(row, device, share=share)
+    """step_figures with as many sequences as fit a share of the memory, and read_s."""
+    engine = filled_engine(row, device, share)
     figures = step_figures(engine, row)
-    prompts = [[7] * row.tokens, *[[]] * (figures["batch"] - 1)]
-    seconds = times_of(lambda: engine.prefill(prompts), engine.pos.device, 1)[0] / 1e6
-    return figures | {"read_s": seconds * len(prompts)}
+    n_sequences = figures["batch"]
+    prompts = [[] for _ in range(n_sequences)]
+    prompts[0] = [7] * row.tokens  # any token
+    times_us = times_of(lambda: engine.prefill(prompts), engine.pos.device, runs=1)
+    figures["read_s"] = times_us[0] / 1e6 * n_sequences
+    return figures
 
 
-def step_figures(engine: Engine, row: Row) -> dict:
-    rows = engine.context.batch_size
-
-    def steps() -> None:
-        engine.pos.fill_(row.tokens)
-        for _ in range(24):
-            engine.step()
-
-    times = [us / 24e3 for us in times_of(steps, engine.pos.device, 5)]
-    held = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
-    read = rows * sum(cache.bytes_read(row.tokens) for cache in engine.caches)
-    figures = {"batch": rows, "ms": times[2], "least": times[0], "most": times[-1]}
-    return figures | {"tokens_per_s": rows / times[2] * 1e3, "bytes": held, "bytes_read": read}
-
-
-def given_rows(args: argparse.Namespace) -> list[Row]:
-    lines = generate.read_text(args.rows).splitlines() if args.rows else []
-    return [Row.parse(text) for text in (*args.row, *lines)]
-
-
-def throughput_rows(args: argparse.Namespace) -> list[Row]:
-    sizes = itertools.product(args.model, args.lengths)
-    more = f" --weights {args.weights}" * bool(args.weights)
-    every = [(size, method) for size in sizes for method in dict.fromkeys(("dense", *args.method))]
-    return [Row(method, name, 0, n, f"--method {method}{more}") for (name, n), method in every]
-
-
-@torch.no_grad()
-def run_rows(args: argparse.Namespace) -> None:
-    rows, table = args.rows_of(args), []
-    for size in dict.fromkeys(row[1:4] for row in rows):
-        alike = {"dense": Row("dense", *size)} | {
-            row.label: row for row in rows if row[1:4] == size
-        }
-        for row in alike.values():
-            about = {
-                "model": row.shape,
-                "batch": row.sequences,
-                "length": row.tokens,
-                "method": row.label,
-            }
-            try:
-                for figures in args.measure(row, args.device):
-                    table.append(about | figures)
-                    told = {
-                        k: f"{x:.4g}" if isinstance(x, float) else x for k, x in table[-1].items()
-                    }
-                    print("  ".join(f"{name} {x}" for name, x in told.items()), flush=True)
-            except (UserError, RuntimeError) as error:  # most often for lack of memory
-                told = generate.in_command_line_words(error)
-                print(f"{row.label}: no figures: {told}".partition("\n")[0], file=sys.stderr)
-            if args.csv and table:
-                save_csv(args.csv, [*table[0]], table)
-            gc.collect()
-            torch.cuda.empty_cache()
+def free_unused_memory() -> None:
+    """Gives the memory of engines that nobody holds back to the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 # --------------------------------------------------------------------------- one layer's operations
+
+
+def time_layer(row: Row, device: str) -> Iterator[dict]:
+    """The lines of run_speed's table for a row: a layer's attention, then its operators."""
+    engine = filled_engine(
+        row, device, more_options=("--no-compile",), changes={"n_layers": 4, "vocab_size": 256}
+    )
+    # Not the first layer nor the last, which a method may treat differently.
+    layer = engine.model.layers[2]
+    cache = engine.caches[2]
+    pos = engine.pos
+    n_sequences = engine.context.batch_size
+    wqkv = layer.attention.wqkv.weight  # [n, dim]
+    bandwidth = measure_bandwidth(pos.device)
+    cold = ColdTimer(wqkv)
+
+    def attention(qkv: Tensor) -> Tensor:
+        return layer.attention.attend_heads(qkv, lambda *parts: cache.decode(pos, *parts))
+
+    # 1. PyTorch's attention over plain K and V, for comparison.
+    c = cache.context.config
+    q = wqkv.new_empty(n_sequences, c.n_heads, 1, c.head_dim).normal_()
+    k = wqkv.new_empty(n_sequences, c.n_kv_heads, row.tokens, c.head_dim).normal_()
+    v = wqkv.new_empty(n_sequences, c.n_kv_heads, row.tokens, c.head_dim).normal_()
+    is_grouped = c.n_heads > c.n_kv_heads
+    dense = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=is_grouped)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if pos.is_cuda else SDPBackend.FLASH_ATTENTION):
+        dense_us = cold.us(dense)
+
+    # 2. What is to be timed: the attention as a whole, and each operator that it calls.
+    qkv = wqkv.new_empty(n_sequences, len(wqkv)).normal_()
+    with Recorder() as recorder:
+        attention(qkv)
+    if pos.is_cuda:
+        attention = torch.compile(attention, dynamic=False)
+    nbytes = cache.bytes_read(row.tokens) * n_sequences
+    timed = [Timed("attention", partial(attention, qkv), nbytes)]
+    for function, args, result in recorder.calls:
+        name = function._opname
+        timed.append(Timed(name, partial(function, *args), bytes_moved(name, args, result)))
+
+    # 3. Time it.
+    for name, run, nbytes in timed:
+        us = cold.us(run)
+        limit_us = nbytes / bandwidth * 1e6
+        yield {
+            "operation": name,
+            "bytes": round(nbytes),
+            "us": us,
+            "dense_us": dense_us,
+            "limit_us": limit_us,
+            "share": limit_us / us,
+        }
+
+
+class Timed(NamedTuple):
+    """An operation to be timed."""
+
+    name: str
+    run: Callable
+    nbytes: float  # that it must move
 
 
 def measure_bandwidth(device: torch.device) -> float:
@@ -233,7 +354,7 @@ def measure_bandwidth(device: torch.device) -> float:
     n = 1 << (28 if device.type == "cuda" else 25)
     source = torch.ones(n, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    fastest_us = times_of(lambda: target.copy_(source), device, 3)[0]
+    fastest_us = times_of(lambda: target.copy_(source), device, runs=3)[0]
     return 2 * source.nbytes / (fastest_us / 1e6)
 
 
@@ -250,351 +371,607 @@ def median_us(calls: list[Callable], device: torch.device) -> float:
         with torch.cuda.graph(graph):
             run()
         run = graph.replay
-    return times_of(run, device, 15)[7]
+    return times_of(run, device, runs=15)[7]
+
+
+class ColdTimer:
+    """Times a call on data that no cache of the processor holds: before each call it reads a matrix
+    that is larger than they are, whose time it takes off again."""
+
+    N_CALLS = 8
+
+    def __init__(self, like: Tensor):
+        """like: a tensor of the device and dtype."""
+        self.device = like.device
+        width = 1 << (15 if like.is_cuda else 8)
+        matrix = like.new_ones(4096, width)
+        self.read = partial(torch.amax, matrix, -1)
+        self.read_us = median_us([self.read] * self.N_CALLS, self.device)
+
+    def us(self, call: Callable) -> float:
+        """Microseconds of a call."""
+        calls = [self.read, call] * self.N_CALLS
+        return (median_us(calls, self.device) - self.read_us) / self.N_CALLS
+
+
+class Call(NamedTuple):
+    """What was called: an operator of torch.ops, with its arguments and its result."""
+
+    function: Callable
+    args: tuple
+    result: object
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps what is called of the kernels' operators: (operator, arguments, result)."""
+    """Keeps what is called of the kernels' operators."""
 
-    calls = ()
+    def __init__(self):
+        super().__init__()
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function.namespace.startswith("kv_"):  # made by kernels.operator
-            self.calls = (*self.calls, (function, args, out))
-        return out
+            self.calls.append(Call(function, args, result))
+        return result
 
 
-def bytes_moved(name: str, args: tuple, out) -> float:
+def bytes_moved(name: str, args: tuple, result: object) -> float:
     """The least that an operator moves: its arguments once, of a cache only the tokens and dims it
     reads."""
-    tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
-    total = sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
-    )
-    tokens = max((x.shape[2] for x in tensors if x.ndim == 4), default=1)
-    chosen = [x.shape[-1] for x in tensors if x.dtype == torch.int32 and x.ndim > 1]
-    if name == "scores":  # the leading dims of latents or keys
-        return total * args[0].shape[-1] / args[1].shape[-1]
-    return total * (1 if name == "append" else min([tokens, *chosen])) / tokens
+    tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
+    bytes_of_storage = {}  # arguments may be views of one buffer
+    for x in tensors:
+        storage = x.untyped_storage()
+        bytes_of_storage[storage.data_ptr()] = storage.nbytes()
+    total = sum(bytes_of_storage.values())
+
+    if name == "scores":  # reads the leading dims of latents or keys: as many as queries have
+        queries, vectors, *_ = args
+        return total * queries.shape[-1] / vectors.shape[-1]
+
+    n_tokens = 1  # of a cache [B, H, S, width]
+    n_read = []  # an index [B, ..., n] names what is read
+    for x in tensors:
+        if x.ndim == 4:
+            n_tokens = max(n_tokens, x.shape[2])
+        if x.dtype == torch.int32 and x.ndim > 1:
+            n_read.append(x.shape[-1])
+    if name == "append":
+        return total / n_tokens
+    return total * min([n_tokens, *n_read]) / n_tokens
 
 
-def time_layer(row: Row, device: str) -> Iterator[dict]:
-    """Microseconds of a layer's attention in a decode step, from q, k and v to the heads' results,
-    then of each operator in it, on data that no cache of the processor holds. dense_us: PyTorch's
-    attention over plain K and V, on CUDA cuDNN's. limit_us: as many bytes in a large copy. share:
-    limit_us / us."""
-    engine = filled_engine(row, device, "--no-compile", n_layers=4, vocab_size=256)
-    # first and last may be others
-    layer, cache, pos = engine.model.layers[2], engine.caches[2], engine.pos
-    c, like, cuda = cache.context.config, layer.attention.wqkv.weight, pos.is_cuda
-    large = like.new_ones(4096, 1 << (15 if cuda else 8))
-    reads = [partial(torch.amax, large, -1)] * 8
-    reads_us = median_us(reads, pos.device)
-    bandwidth = measure_bandwidth(pos.device)
+# ------------------------------------------------------------------------------ tables of such rows
 
-    def cold_us(call: Callable) -> float:
-        calls = [part for read in reads for part in (read, call)]
-        return (median_us(calls, pos.device) - reads_us) / len(reads)
 
-    def attention(qkv: Tensor) -> Tensor:
-        return layer.attention.attend_heads(qkv, lambda *parts: cache.decode(pos, *parts))
+def run_step(args: argparse.Namespace) -> None:
+    """Time a decode step over caches that are full, with a dense row for comparison.
 
-    qkv = like.new_empty(row.sequences, len(like)).normal_()
-    heads = (c.n_heads, 1), (c.n_kv_heads, row.tokens), (c.n_kv_heads, row.tokens)
-    plain = [like.new_empty(row.sequences, *sizes, c.head_dim).normal_() for sizes in heads]
-    dense = partial(F.scaled_dot_product_attention, *plain, enable_gqa=c.n_heads > c.n_kv_heads)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if cuda else SDPBackend.FLASH_ATTENTION):
-        dense_us = cold_us(dense)
-    with Recorder() as recorder:
-        attention(qkv)
-    whole = partial(torch.compile(attention, dynamic=False) if cuda else attention, qkv)
-    timed = [("attention", whole, cache.bytes_read(row.tokens) * row.sequences)]
-    for function, args, out in recorder.calls:
-        name = function._opname
-        timed.append((name, partial(function, *args), bytes_moved(name, args, out)))
-    for name, call, nbytes in timed:
-        us, limit = cold_us(call), nbytes / bandwidth * 1e6
-        figures = {"us": us, "dense_us": dense_us, "limit_us": limit, "share": limit / us}
-        yield {"operation": name, "bytes": round(nbytes)} | figures
+    A row, of --row or of a line of the file of --rows, is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS:
+
+        sals|llama-3.1-8b|8|32768|--method sals --critical 444
+
+    SHAPE is one of generate.py's --random_weights, or nano. SEQUENCES is a number, or max for as
+    many as fit. OPTIONS are options of generate.py. Dense comes first for each shape, sequences and
+    tokens.
+
+    The columns:
+      model, method   the shape, and the row's label
+      batch, length   sequences, and tokens of each
+      ms              milliseconds of a step, the median of five runs of 24 steps
+      least, most     the least and the most of the five
+      tokens_per_s    tokens a second, of all sequences
+      bytes           of all caches, those in host memory included
+      bytes_read      that a step must read of the caches"""
+    run_rows(given_rows(args), time_step, args)
+
+
+def run_throughput(args: argparse.Namespace) -> None:
+    """Time a decode step with as many sequences as the memory holds beside the weights.
+
+    There is a row for each of --model, --lengths and --method, with dense before them.
+
+    The columns:
+      model, method   the shape, and the method
+      batch, length   sequences, as many as fit, and tokens of each
+      ms              milliseconds of a step, the median of five runs of 24 steps
+      least, most     the least and the most of the five
+      tokens_per_s    tokens a second, of all sequences
+      bytes           of all caches, those in host memory included
+      bytes_read      that a step must read of the caches
+      read_s          seconds to read the prompts of all sequences; one is read and timed"""
+    run_rows(throughput_rows(args), time_throughput, args)
+
+
+def run_speed(args: argparse.Namespace) -> None:
+    """Time one layer's attention in a decode step, and each operator in it.
+
+    It goes from q, k and v to the heads' results, on data that no cache of the processor holds.
+
+    A row, of --row or of a line of the file of --rows, is LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS:
+
+        sals|llama-3.1-8b|8|32768|--method sals --critical 444
+
+    SHAPE is one of generate.py's --random_weights, or nano; OPTIONS are options of generate.py.
+    Dense comes first for each shape, sequences and tokens.
+
+    The columns:
+      model, method   the shape, and the row's label
+      batch, length   sequences, and tokens of each
+      operation       attention as a whole, or an operator of kernels.py
+      bytes           that it must move
+      us              microseconds that it takes
+      dense_us        those of PyTorch's attention over plain K and V, on CUDA cuDNN's
+      limit_us        those of a large copy that moves as many bytes
+      share           limit_us / us"""
+    run_rows(given_rows(args), time_layer, args)
+
+
+@torch.no_grad()
+def run_rows(
+    rows: list[Row],
+    measure: Callable[[Row, str], Iterable[dict]],
+    args: argparse.Namespace,
+) -> None:
+    """Prints the lines that `measure` has of each row, and writes them to --csv as they come.
+
+    A row that cannot be measured, most often for lack of memory, is named, and the others go on."""
+    rows = by_size(rows)
+    table = []
+    bar = generate.Progress("rows", len(rows))
+    for row in rows:
+        about = {
+            "model": row.shape,
+            "batch": row.sequences,
+            "length": row.tokens,
+            "method": row.label,
+        }
+        try:
+            for figures in measure(row, args.device):
+                table.append(about | figures)
+                print_line(table[-1])
+        except (UserError, RuntimeError) as error:
+            fault = f"{row.label}: no figures: {generate.in_command_line_words(error)}"
+            print(fault.split("\n")[0], file=sys.stderr)
+        if args.csv and table:
+            save_csv(args.csv, list(table[0]), table)
+        free_unused_memory()
+        bar.tick()
+
+
+def print_line(figures: dict) -> None:
+    """Prints a table's line, each figure with its name."""
+    parts = []
+    for name, figure in figures.items():
+        if isinstance(figure, float):
+            figure = f"{figure:.4g}"
+        parts.append(f"{name} {figure}")
+    print("  ".join(parts), flush=True)
 
 
 # ------------------------------------------------------------------------------------------ needles
 
 
 def run_needle(args: argparse.Namespace) -> None:
-    """The per cent of single facts that a method finds, by a prompt's tokens and the fact's depth
-    in it.
+    """Find single facts in long prompts, by the prompt's length and the fact's depth in it.
 
-    length: tokens of a prompt. depth: per cent of it before the fact, the middle of one of --depths
-    parts.
-    found: per cent of such prompts whose answer is right.
+        python -m extras.bench needle --method dense --method sals --lengths 2048 4096
 
-        python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv
-        needle.csv"""
-    tokenizer, config = load_tokenizer(args.checkpoint), load_config(args.checkpoint)
-    held = calibrate.text_files(calibrate.STDLIB, held=True)
-    hay = Haystack(tokenizer, [text_ids(tokenizer, held, 1 << 19, config.vocab_size)])
+    The columns:
+      method          as it is written on the command line
+      length          tokens of a prompt
+      depth           per cent of it that are before the fact: the middle of one of --depths parts
+      found           per cent of such prompts whose answer is right"""
+    tokenizer = load_tokenizer(args.checkpoint)
+    config = load_config(args.checkpoint)
+    files = calibrate.text_files(calibrate.STDLIB, held=True)
+    hay = Haystack(tokenizer, [text_ids(tokenizer, files, 1 << 19, config.vocab_size)])
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
-    args.samples, table = args.samples * args.depths, []  # depths rise with the samples
+    # --samples is of a depth, and retrieval_scores wants all: depths rise with the samples.
+    args.samples = args.samples * args.depths
+    table = []
     bar = generate.Progress("needle", len(candidates) * len(args.lengths) * args.samples)
-    for candidate, n in itertools.product(candidates, args.lengths):
-        engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
-        found = retrieval_scores(engine, hay, args, args.task, n, bar)
-        for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
-            depth = round(100 * (i + 0.5) / args.depths, 1)
-            table.append(
-                {"method": candidate.label, "length": n, "depth": depth, "found": share.item()}
-            )
-            print(*table[-1].values(), flush=True)
-        if args.csv:
-            save_csv(args.csv, [*table[0]], table)
+    for candidate in candidates:
+        for n in args.lengths:
+            rows = min(args.rows, args.samples)
+            engine = candidate.engine(args, rows, n + ANSWER_ROOM, least=1)
+            scores = retrieval_scores(engine, hay, args, args.task, n, bar)
+            of_depths = 100 * scores.view(args.depths, -1).mean(1)
+            for i, found in enumerate(of_depths.tolist()):
+                line = {
+                    "method": candidate.label,
+                    "length": n,
+                    "depth": round(100 * (i + 0.5) / args.depths, 1),
+                    "found": found,
+                }
+                table.append(line)
+                print(*line.values(), flush=True)
+            if args.csv:
+                save_csv(args.csv, list(table[0]), table)
 
 
 # ----------------------------------------------------------------------------------------- pictures
 
 
-def method_of(row: dict) -> str:
-    """A label without its settings."""
-    return re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
-
-
-def points(rows: list[dict], name: str) -> Iterator[tuple[str, str, str, str, float, float]]:
-    """What a table shows: title, labels of both axes, a line's label, and a point of it, x and y.
-
-    An evaluation: retrieval as a part of dense's, and KL, against bytes/token and read/step, a line
-    a method. With --generate KL and equal likeliest tokens against the place in what dense wrote.
-    `speed`: a panel a method, its attention and PyTorch's. Losses of training: a line a run. Ranks:
-    as they are."""
-    if "loss" in rows[0]:
-        for row in rows:
-            yield "", "tokens", "training loss", row.get("run", name), row["tokens"], row["loss"]
-    elif "layer" in rows[0]:
-        for row, kind in itertools.product(rows, ("pre", "post")):
-            yield (
-                "",
-                "layer",
-                "dims that hold 90 % of the energy",
-                f"{kind}-RoPE",
-                row["layer"],
-                row[kind],
-            )
-    elif "us" in rows[0]:
-        for row, (kind, more) in itertools.product(
-            rows, (("us", ""), ("dense_us", ", PyTorch's dense"))
-        ):
-            if row.get("operation", "attention") == "attention":
-                line = f"{row['model']}, batch {row['batch']}{more}"
-                yield row["method"], "tokens a row", "us a layer", line, row["length"], row[kind]
-    elif drift := [column for column in rows[0] if "@" in column]:
-        labels = {
-            "kl": "KL to dense, nats",
-            "argmax": "fraction of likeliest tokens that are dense's",
-        }
-        for row, (name, end) in itertools.product(
-            rows[1:], (column.split("@") for column in drift)
-        ):
-            yield (
-                "",
-                "tokens that dense wrote",
-                labels[name],
-                row["method"],
-                end,
-                row[f"{name}@{end}"],
-            )
-    else:
-        dense = {row["method"]: row for row in rows}["dense"]
-        tasks = [c for c in dense if c.startswith(tuple(TASKS)) and float(dense[c] or 0) > 0]
-        for row, cost in itertools.product(rows, COSTS):
-            shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
-            losses = [float(row[c]) for c in row if c.startswith("kl ") and row[c]]
-            if shares:
-                yield "", cost, "retrieval, % of dense", method_of(row), row[cost], np.mean(shares)
-            if any(losses):  # dense's 0 has no logarithm
-                yield "", cost, "KL to dense, nats", method_of(row), row[cost], np.mean(losses)
-
-
-def draw(png: Path, path: Path, *more: Path) -> None:
-    """The picture of a table, or the overview of several."""
-    from matplotlib.figure import Figure  # only now: nothing else needs it
-
-    rows, *tables = (
-        list(csv.DictReader(generate.read_text(file).splitlines())) for file in (path, *more)
-    )
-    if not all((rows, *tables)):
-        raise UserError(f"{png.stem}: a table has no rows; give one that has some")
-    figure = Figure(layout="constrained")
-    if more:
-        draw_overview(figure, rows, tables)
-    elif "depth" in rows[0]:
-        draw_needles(figure, rows)
-    else:
-        draw_lines(figure, rows, path.stem)
-    with replacing_file(png) as partial:
-        figure.savefig(partial, format="png", dpi=150)
-    print(png)
-
-
-def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
-    """Left: tokens a second. Right: KL below 1 against stored bytes, a mark a table; a method's
-    first row."""
-    figure.set_size_inches(10, 4.6)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    lengths, dense = [row["length"] for row in speeds if row["method"] == "dense"], None
-    ticks, drawn = {}, {}
-    for i, row in enumerate(speeds):
-        rate, at = float(row["tokens_per_s"]), i + 1.3 * lengths.index(row["length"])
-        if row["method"] == "dense":
-            dense = rate
-            left.text(0, at - 0.8, f"{int(row['length']):,} tokens a sequence", weight="bold")
-        name, color = PAINTED[row["method"]]
-        left.barh(at, rate, color=color)
-        left.text(rate, at, f" {rate:,.0f} ({rate / dense:.2g} x)", va="center")
-        ticks[at] = f"{name} x {row['batch']}"
-    left.set(
-        yticks=[*ticks], yticklabels=ticks.values(), ylim=(at + 0.7, -1.4), xmargin=0.4, xticks=[]
-    )
-    left.set_title("tokens a second, as many sequences as fit", loc="left")
-    for rows, mark in zip(tables, "oDs^", strict=False):
-        right.plot([], [], mark, color="black", label=rows[0]["model"].removesuffix("-Instruct"))
-        for method, row in {method_of(row).lower(): row for row in reversed(rows)}.items():
-            x = 100 * float(row["bytes/token"]) / float(rows[0]["bytes/token"])
-            y = float(row["kl wikitext2_4096"] or 0)
-            if 0 < y < 1:
-                drawn.setdefault(method, []).append((x, y))
-                name, color = PAINTED.get(method, ("", "0.8"))
-                right.plot(
-                    x, y, mark, color=color, markersize=9 if name else 6, zorder=3 if name else 2
-                )
-    for method in filter(drawn.get, PAINTED):
-        (name, color), (x, y) = PAINTED[method], drawn[method][-1]
-        right.plot(*zip(*drawn[method], strict=True), color=color)
-        right.text(
-            x, y, f"   {name}   ", color=color, weight="bold", ha="right" if 60 < x < 99 else "left"
-        )
-    right.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
-    right.axvline(100, 0, 0.88, color=PAINTED["dense"][1], linestyle=":", zorder=1)
-    right.set(yscale="log", ylim=(0.0015, 3), xlim=(0, 118), xlabel="stored bytes, % of dense's")
-    right.yaxis.set_major_formatter("{x:g}")
-    right.set_title("KL to dense, nats", loc="left")
-    right.plot([], [], "s", color="0.8", label="others")
-    right.legend(loc="upper left", ncols=3, frameon=False, handletextpad=0, columnspacing=1)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-
-
-def draw_needles(figure, rows: list[dict]) -> None:
-    """A panel a method: what is found at each length and depth."""
-    axes = [list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "length", "depth")]
-    found = np.array([float(row["found"]) for row in rows]).reshape(*map(len, axes))
-    methods, lengths, depths = axes
-    figure.set_size_inches(3 * len(methods) + 1, 3.5)
-    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
-    for axis, method, of_method in zip(axes, methods, found, strict=True):
-        image = axis.imshow(of_method.T, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        axis.set(title=method, xlabel="tokens", xticks=range(len(lengths)), xticklabels=lengths)
-    axes[0].set(ylabel="depth of the fact, %", yticks=range(len(depths)), yticklabels=depths)
-    figure.colorbar(image, ax=axes, label="facts found, %")
-
-
-def draw_lines(figure, rows: list[dict], name: str) -> None:
-    """A panel for each title and pair of axes, logarithmic where a range is wide."""
-    panels, styles, shown = {}, {}, {}
-    for *panel, line, x, y in points(rows, name):
-        panels.setdefault(tuple(panel), {}).setdefault(line, []).append((float(x), float(y)))
-        many = len(styles) // 10 % 8  # there are ten colours
-        form = ("os^vDP*X"[many], "") if panel[1] in COSTS else (".", ("-", "--")[many % 2])
-        styles.setdefault(
-            line, {"color": f"C{len(styles)}", "marker": form[0], "linestyle": form[1]}
-        )
-    columns = 2 if len(panels) == 4 else min(4, len(panels))
-    lines = -(-len(panels) // columns)
-    figure.set_size_inches(5.5 * columns, 4.5 * lines)
-    for i, ((title, xlabel, ylabel), of_panel) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(lines, columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
-        axis.grid(alpha=0.3)
-        for line, at in of_panel.items():
-            (shown[line],) = axis.plot(*zip(*sorted(at), strict=True), **styles[line])
-        x, y = zip(*itertools.chain(*of_panel.values()), strict=True)
-        axis.set_xscale("log" if max(x) > 8 * min(x) > 0 else "linear")
-        axis.set_yscale("log" if max(y) > 20 * min(y) > 0 else "linear")
-    labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
-    figure.legend(shown.values(), labels, loc="outside lower center", ncols=min(4, 2 * columns))
-
-
 def run_plot(args: argparse.Namespace) -> None:
+    """Draw CSV files of other commands: each becomes a picture NAME.png.
+
+    What a picture shows depends on the table:
+
+    - extras.evaluate: retrieval as a part of dense's, and KL to dense, against bytes/token and
+      read/step, a line for each method
+    - extras.evaluate --generate: KL to dense and how often the likeliest token is dense's, against
+      the place in what dense wrote
+    - speed: the time of a layer's attention and of PyTorch's, against a row's tokens, a panel for
+      each method
+    - needle: the facts found, by length and depth, a panel for each method
+    - calibrate.py ranks: dims that hold 90 % of the keys' energy, by layer
+    - extras.train --log: the training loss, a line for each run
+
+    With --overview one picture shows the speed of a table of throughput, which is given first, and
+    the KL of tables of extras.evaluate."""
     if args.overview and len(args.tables) == 1:
         raise UserError(
             "--overview draws a table of throughput and tables of eval; give at least two tables"
         )
-    pictures = (
-        {"overview": args.tables} if args.overview else {path.stem: [path] for path in args.tables}
+    if args.overview:
+        pictures = {"overview": args.tables}
+    else:
+        pictures = {path.stem: [path] for path in args.tables}
+    faults_of_a_table = (
+        csv.Error,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
     )
+    bar = generate.Progress("pictures", len(pictures))
     for name, paths in pictures.items():
         try:
-            draw(args.out / f"{name}.png", *paths)
+            draw(args.out / f"{name}.png", paths)
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        except (
-            csv.Error,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise UserError(
-                f"{name}: no table of eval, speed, needle, ranks or train --log ({error!r})"
-            ) from None
+        except faults_of_a_table as error:
+            kinds = "eval, speed, needle, ranks or train --log"
+            raise UserError(f"{name}: no table of {kinds} ({error!r})") from None
+        bar.tick()
+
+
+def draw(png: Path, paths: list[Path]) -> None:
+    """The picture of a table, or the overview of several."""
+    from matplotlib.figure import Figure  # only now: nothing else needs it
+
+    tables = []
+    for path in paths:
+        lines = generate.read_text(path).splitlines()
+        tables.append(list(csv.DictReader(lines)))
+    if not all(tables):
+        raise UserError(f"{png.stem}: a table has no rows; give one that has some")
+    figure = Figure(layout="constrained")
+    first, *others = tables
+    if others:
+        draw_overview(figure, first, others)
+    elif "depth" in first[0]:
+        draw_needles(figure, first)
+    else:
+        draw_lines(figure, first, paths[0].stem)
+    with replacing(png.parent, png.name) as partial_folder:
+        figure.savefig(partial_folder / png.name, dpi=150)
+    print(png)
+
+
+# ---- lines
+
+
+class Point(NamedTuple):
+    """A point of a line, in a panel that its title and axes name."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    line: str
+    x: str | float  # as the table has it
+    y: str | float
+
+
+def points(rows: list[dict], name: str) -> Iterator[Point]:
+    """What a table shows. Its columns tell of what kind it is; name: of its file."""
+    columns = rows[0]
+    if "loss" in columns:
+        return loss_points(rows, name)
+    if "layer" in columns:
+        return rank_points(rows)
+    if "us" in columns:
+        return speed_points(rows)
+    if any("@" in column for column in columns):
+        return drift_points(rows)
+    return quality_points(rows)
+
+
+def loss_points(rows: list[dict], name: str) -> Iterator[Point]:
+    """Losses of training: a line for each run."""
+    for row in rows:
+        run = row.get("run", name)
+        yield Point("", "tokens", "training loss", run, row["tokens"], row["loss"])
+
+
+def rank_points(rows: list[dict]) -> Iterator[Point]:
+    """Ranks of keys before RoPE and after it."""
+    ylabel = "dims that hold 90 % of the energy"
+    for row in rows:
+        for kind in ("pre", "post"):
+            yield Point("", "layer", ylabel, f"{kind}-RoPE", row["layer"], row[kind])
+
+
+def speed_points(rows: list[dict]) -> Iterator[Point]:
+    """Times of a layer's attention, and of PyTorch's: a panel for each method."""
+    for row in rows:
+        if row.get("operation", "attention") != "attention":
+            continue
+        line = f"{row['model']}, batch {row['batch']}"
+        panel = (row["method"], "tokens a row", "us a layer")
+        yield Point(*panel, line, row["length"], row["us"])
+        yield Point(*panel, f"{line}, PyTorch's dense", row["length"], row["dense_us"])
+
+
+def drift_points(rows: list[dict]) -> Iterator[Point]:
+    """Columns NAME@END: figures of the tokens up to END, of every row but dense's, the first."""
+    labels = {
+        "kl": "KL to dense, nats",
+        "argmax": "fraction of likeliest tokens that are dense's",
+    }
+    xlabel = "tokens that dense wrote"
+    for row in rows[1:]:
+        for column in rows[0]:
+            if "@" in column:
+                name, end = column.split("@")
+                yield Point("", xlabel, labels[name], row["method"], end, row[column])
+
+
+COSTS = ("bytes/token", "read/step")  # columns of an evaluation's table
+
+
+def quality_points(rows: list[dict]) -> Iterator[Point]:
+    """Of an evaluation: retrieval as a part of dense's, and KL, against both costs."""
+    dense = {row["method"]: row for row in rows}["dense"]
+    tasks = []  # columns in which dense finds something
+    for column in dense:
+        if column.startswith(tuple(TASKS)) and float(dense[column] or 0) > 0:
+            tasks.append(column)
+    for row in rows:
+        shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
+        losses = [float(row[column]) for column in row if column.startswith("kl ") and row[column]]
+        line = method_of(row)
+        for cost in COSTS:
+            if shares:
+                yield Point("", cost, "retrieval, % of dense", line, row[cost], np.mean(shares))
+            if any(losses):  # dense's 0 has no logarithm
+                yield Point("", cost, "KL to dense, nats", line, row[cost], np.mean(losses))
+
+
+def method_of(row: dict) -> str:
+    """The label of a row without its settings."""
+    return re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
+
+
+def draw_lines(figure, rows: list[dict], name: str) -> None:
+    """A panel for each title and pair of axes, logarithmic where a range is wide."""
+    panels = {}  # (title, xlabel, ylabel) -> line -> its points (x, y)
+    styles = {}  # line -> how it is drawn, alike in all panels
+    for title, xlabel, ylabel, line, x, y in points(rows, name):
+        lines = panels.setdefault((title, xlabel, ylabel), {})
+        lines.setdefault(line, []).append((float(x), float(y)))
+        if line not in styles:
+            styles[line] = line_style(len(styles), is_scattered=xlabel in COSTS)
+
+    n_columns = 2 if len(panels) == 4 else min(4, len(panels))
+    n_lines = -(-len(panels) // n_columns)
+    figure.set_size_inches(5.5 * n_columns, 4.5 * n_lines)
+    shown = {}  # line -> what matplotlib has drawn, for the legend
+    for i, ((title, xlabel, ylabel), lines) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(n_lines, n_columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
+        axis.grid(alpha=0.3)
+        all_x = []
+        all_y = []
+        for line, line_points in lines.items():
+            xs, ys = zip(*sorted(line_points), strict=True)
+            (shown[line],) = axis.plot(xs, ys, **styles[line])
+            all_x += xs
+            all_y += ys
+        axis.set_xscale("log" if max(all_x) > 8 * min(all_x) > 0 else "linear")
+        axis.set_yscale("log" if max(all_y) > 20 * min(all_y) > 0 else "linear")
+    labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
+    n_columns = min(4, 2 * n_columns)
+    figure.legend(shown.values(), labels, loc="outside lower center", ncols=n_columns)
+
+
+def line_style(i: int, is_scattered: bool) -> dict[str, str]:
+    """How the i-th line is drawn. There are ten colours; then come other marks, or dashes."""
+    round_number = i // 10 % 8
+    marker = "."
+    linestyle = ("-", "--")[round_number % 2]
+    if is_scattered:
+        marker = "os^vDP*X"[round_number]
+        linestyle = ""
+    return {"color": f"C{i}", "marker": marker, "linestyle": linestyle}
+
+
+# ---- needles
+
+
+def draw_needles(figure, rows: list[dict]) -> None:
+    """A panel a method: what is found at each length and depth."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    found = np.array([float(row["found"]) for row in rows])
+    found = found.reshape(len(methods), len(lengths), len(depths))
+    figure.set_size_inches(3 * len(methods) + 1, 3.5)
+    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
+    for i, method in enumerate(methods):
+        image = axes[i].imshow(found[i].T, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+        axes[i].set(title=method, xlabel="tokens", xticks=range(len(lengths)), xticklabels=lengths)
+    axes[0].set(ylabel="depth of the fact, %", yticks=range(len(depths)), yticklabels=depths)
+    figure.colorbar(image, ax=axes, label="facts found, %")
+
+
+# ---- the overview
+
+
+class Painted(NamedTuple):
+    """How the overview names a method."""
+
+    name: str
+    color: str
+
+
+PAINTED = {
+    "dense": Painted("dense", "#404040"),
+    "kivi": Painted("KIVI", "#8c6d1f"),
+    "sals": Painted("SALS", "#c2185b"),
+    "lrqk": Painted("LRQK + host memory", "#1b7f3b"),
+    "loki": Painted("Loki", "#e07b00"),
+    "elitekv": Painted("EliteKV", "#6a3fb5"),
+    "fdc": Painted("FDC", "#0b6fb8"),
+}
+OTHERS = Painted("", "0.8")  # grey, without a name
+
+
+def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
+    """Left a table of throughput, right the KL of evaluations."""
+    figure.set_size_inches(10, 4.6)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    draw_rates(left, speeds)
+    draw_quality(right, tables)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_rates(axis, speeds: list[dict]) -> None:
+    """Tokens a second: a bar for each row, in a group for each length. Dense comes first in it."""
+    lengths = [row["length"] for row in speeds if row["method"] == "dense"]
+    dense_rate = None
+    ticks = []
+    labels = []
+    for i, row in enumerate(speeds):
+        rate = float(row["tokens_per_s"])
+        y = i + 1.3 * lengths.index(row["length"])
+        if row["method"] == "dense":
+            dense_rate = rate
+            tokens = f"{int(row['length']):,} tokens a sequence"
+            axis.text(0, y - 0.8, tokens, weight="bold")
+        painted = PAINTED[row["method"]]
+        axis.barh(y, rate, color=painted.color)
+        axis.text(rate, y, f" {rate:,.0f} ({rate / dense_rate:.2g} x)", va="center")
+        ticks.append(y)
+        labels.append(f"{painted.name} x {row['batch']}")
+    axis.set(yticks=ticks, yticklabels=labels, ylim=(ticks[-1] + 0.7, -1.4), xmargin=0.4, xticks=[])
+    axis.set_title("tokens a second, as many sequences as fit", loc="left")
+
+
+def draw_quality(axis, tables: list[list[dict]]) -> None:
+    """KL below 1 against stored bytes: a mark for each table, and a line for each method, of which
+    a table's first row counts."""
+    drawn = {}  # method -> its points (x, y)
+    for rows, mark in zip(tables, "oDs^", strict=False):
+        model = rows[0]["model"].removesuffix("-Instruct")
+        axis.plot([], [], mark, color="black", label=model)
+        first_rows = {}
+        for row in reversed(rows):
+            first_rows[method_of(row).lower()] = row
+        dense_bytes = float(rows[0]["bytes/token"])
+        for method, row in first_rows.items():
+            x = 100 * float(row["bytes/token"]) / dense_bytes
+            y = float(row["kl wikitext2_4096"] or 0)
+            if not 0 < y < 1:
+                continue
+            drawn.setdefault(method, []).append((x, y))
+            name, color = PAINTED.get(method, OTHERS)
+            size = 9 if name else 6
+            order = 3 if name else 2  # what has a name lies above what has none
+            axis.plot(x, y, mark, color=color, markersize=size, zorder=order)
+    for method, (name, color) in PAINTED.items():
+        if method not in drawn:
+            continue
+        xs, ys = zip(*drawn[method], strict=True)
+        axis.plot(xs, ys, color=color)
+        # The name stands beside the last point, on the side where there is room.
+        side = "right" if 60 < xs[-1] < 99 else "left"
+        axis.text(xs[-1], ys[-1], f"   {name}   ", color=color, weight="bold", ha=side)
+    axis.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
+    axis.axvline(100, 0, 0.88, color=PAINTED["dense"].color, linestyle=":", zorder=1)
+    axis.set(yscale="log", ylim=(0.0015, 3), xlim=(0, 118), xlabel="stored bytes, % of dense's")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_title("KL to dense, nats", loc="left")
+    axis.plot([], [], "s", color=OTHERS.color, label="others")
+    axis.legend(loc="upper left", ncols=3, frameon=False, handletextpad=0, columnspacing=1)
 
 
 # --------------------------------------------------------------------------------- the command line
 
 
+def add_row_options(parser: Parser) -> None:
+    """Options of the commands that time rows of one's own."""
+    row = "what to time, LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS; repeat it"
+    parser.option("--row", str, [], row, action="append", metavar="ROW")
+    parser.option("--rows", Path, None, "a file of rows, one a line", metavar="FILE")
+
+
+def add_table_options(parser: Parser) -> None:
+    """Options of every command that times rows."""
+    generate.add_device_option(parser)
+    add_csv_option(parser)
+
+
+def add_csv_option(parser: Parser) -> None:
+    parser.option("--csv", writable_file, None, "also write the table to this file", metavar="FILE")
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, measure in (
-        ("step", time_step),
-        ("throughput", time_throughput),
-        ("speed", time_layer),
-    ):
-        p = commands.add_parser(
-            name, help=measure.__doc__.split(":")[0], description=measure.__doc__
-        )
-        p.set_defaults(run=run_rows, measure=measure, rows_of=given_rows)
-        generate.add_device_option(p)
-        p.option("--csv", writable_file, None, "also write the table to this file")
-        if measure is time_throughput:
-            p.set_defaults(rows_of=throughput_rows)
-            p.option("--model", str, ["llama-3.1-8b"], "shapes of random weights", nargs="+")
-            p.option("--lengths", whole(1), [8192, 32768], "tokens of a row", nargs="+")
-            p.option("--method", str, ["sals"], "beside dense", nargs="+")
-            generate.add_weights_option(p)
-        else:
-            p.option("--row", str, [], "what to time; repeat it", action="append", metavar="ROW")
-            p.option("--rows", Path, None, "a file of rows", metavar="FILE")
-    p = commands.add_parser(
-        "needle", help="find facts by length and depth", description=run_needle.__doc__
-    )
-    p.set_defaults(run=run_needle, facts=1)
-    generate.add_model_options(p)
-    row_options(p)
-    p.option("--lengths", whole(1), [2048, 4096, 8192], "tokens of a prompt", nargs="+")
-    p.option("--depths", whole(1), 10, "places of the fact, from the beginning to the end")
-    p.option("--samples", whole(1), 5, "prompts a length and depth")
-    p.option("--task", str, "single", "the fact's words", choices=("single", "reworded"))
-    p.option("--csv", writable_file, None, "also write the table to this file")
-    p = commands.add_parser(
-        "plot", help="draw CSV files; each becomes NAME.png", description=points.__doc__
-    )
-    p.set_defaults(run=run_plot)
-    p.add_argument(
-        "tables", type=Path, nargs="+", help="a file of eval, speed, needle, ranks or train --log"
-    )
-    p.flag("--overview", "one picture: of a first table of throughput, and tables of eval")
-    p.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+
+    step = add_command(commands, "step", run_step)
+    add_table_options(step)
+    add_row_options(step)
+
+    throughput = add_command(commands, "throughput", run_throughput)
+    add_table_options(throughput)
+    shapes = "shapes of random weights, as generate.py's --random_weights has them, or nano"
+    throughput.option("--model", str, ["llama-3.1-8b"], shapes, nargs="+", metavar="SHAPE")
+    lengths = "tokens of a sequence"
+    throughput.option("--lengths", whole(1), [8192, 32768], lengths, nargs="+", metavar="N")
+    methods = "methods beside dense"
+    throughput.option("--method", str, ["sals"], methods, nargs="+", metavar="METHOD")
+    generate.add_weights_option(throughput)
+
+    speed = add_command(commands, "speed", run_speed)
+    add_table_options(speed)
+    add_row_options(speed)
+
+    needle = add_command(commands, "needle", run_needle)
+    needle.set_defaults(facts=1)
+    generate.add_model_options(needle)
+    row_options(needle)
+    lengths = "tokens of a prompt"
+    needle.option("--lengths", whole(1), [2048, 4096, 8192], lengths, nargs="+", metavar="N")
+    depths = "places of the fact, from the beginning to the end"
+    needle.option("--depths", whole(1), 10, depths, metavar="N")
+    samples = "prompts of each length and depth"
+    needle.option("--samples", whole(1), 5, samples, metavar="N")
+    task = "the fact's words; reworded: other words than nano was trained on"
+    needle.option("--task", str, "single", task, choices=("single", "reworded"))
+    add_csv_option(needle)
+
+    plot = add_command(commands, "plot", run_plot)
+    tables = "a CSV file of one of these commands"
+    plot.add_argument("tables", type=Path, nargs="+", help=tables, metavar="FILE")
+    overview = "one picture, of a table of throughput and tables of extras.evaluate"
+    plot.flag("--overview", overview)
+    plot.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
     return parser.parse_args(argv)
 
 

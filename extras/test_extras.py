@@ -109,6 +109,7 @@ CASES = [
     ("doublesparse", {"keep": 24, "channels": 0.25, "skip": "1"}),
     ("shadowkv", SHADOW),
     ("snapkv", SNAP),
+    ("random", {"keep": 24}),
     *(("turboquant", {"bits": bits}) for bits in (2, 4)),
     *(("fp8", {}), ("fp8", CENTRED), ("turboquant", CENTRED)),
     ("sals_cann", {"keep": 24, "page": 4}),
@@ -126,19 +127,20 @@ test_all.EXACT |= {"shadowkv": shadowkvs_exact}
 EVERYTHING = [
     ("palu", {"keep": 1.0}),
     ("streaming", {"recent": 80}),
-    *((method, {}) for method in ("h2o", "quest", "snapkv")),
+    *((method, {}) for method in ("h2o", "quest", "snapkv", "random")),
     ("shadowkv", SHADOW_ALL),
     ("shadowkv", {"rank": 1.0, "outliers": 2, "recent": 5}),
 ]
 # A prompt alone decides scales, mean keys, and which tokens are still held: here it decides none.
-SPLITS = [case for case in CASES if case[0] not in ("h2o", "snapkv", "fp8")]
+SPLITS = [case for case in CASES if case[0] not in ("h2o", "snapkv", "random", "fp8")]
 SPLITS = [case for case in SPLITS if case[1] != CENTRED] + [("h2o", {"keep": 64, "window": 64})]
-SPLITS += [("snapkv", {"keep": 64})]
+SPLITS += [("snapkv", {"keep": 64}), ("random", {"keep": 64})]
 SELECTORS = [
     ("streaming", {"sinks": 0, "recent": 6}, 6, 0, 6, 0, ""),
     ("streaming", {"sinks": 3, "recent": 6}, 9, 3, 6, 0, ""),
     ("h2o", {"keep": 24}, 24, 0, 12, 0, ""),
     ("snapkv", SNAP, 24, 0, 8, 7, "early"),
+    ("random", {"keep": 24}, 24, 0, 12, 0, ""),
     ("quest", {"keep": 24, "page": 4}, 24, 0, 1, 3, ""),
     ("quest", {"keep": 24, "page": 1}, 24, 0, 1, 0, "largest"),
     ("doublesparse", {"keep": 24, "channels": 0.25}, 24, 0, 1, 0, ""),
@@ -155,6 +157,7 @@ BYTES_READ = [
     ("quest", {"keep": 20, "skip": ""}, 80, (48 + 5) * 512),  # at least 3 pages of 16
     ("doublesparse", {"keep": 24, "channels": 0.25, "skip": ""}, 80, 24 * 512 + 80 * 64),
     ("snapkv", SNAP, 80, 24 * 512),
+    ("random", {"keep": 24}, 80, 24 * 512),
     ("turboquant", {"bits": 2}, 80, 80 * 2 * 4 * (4 + 2)),
     ("fp8", {}, 80, 80 * 2 * 4 * 16),
     ("sals_cann", {"keep": 24, "page": 4}, 80, 24 * 2 * 4 * 20 + 80 * 4 * (4 + 2)),
@@ -171,6 +174,7 @@ SAME_WITH_KERNELS = [
     ("h2o", {"keep": 24}, 2, "logits scores"),
     ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
     ("snapkv", SNAP, 2, "plain"),
+    ("random", {"keep": 24}, 2, "plain"),
     ("fp8", CENTRED, 2, "logits"),
     ("turboquant", {"bits": 2, "head_dim": 80}, 2, ""),
     ("sals_cann", {"head_dim": 80}, 2, "scores select"),
@@ -281,12 +285,12 @@ def pure_h2o(cache, row, n, q, k, v):
         last = places[-cache.settings.window :]
         logits = torch.einsum("igd,sd->gis", grouped[last, h], k[:n, h]) / 4  # D is 16
         attention = logits.masked_fill(places > last[:, None], -torch.inf).softmax(-1).sum((0, 1))
-        ranked = attention.masked_fill(places >= n - cache.recent, torch.inf)
+        ranked = attention.masked_fill(places >= n - cache.keys.n_recent, torch.inf)
         kept = ranked.topk(min(n, cache.n_slots)).indices.sort().values
         return k[kept, h], v[kept, h], kept, attention[kept]
 
     def step(i, h, q, k, v, stored):
-        return baselines.h2o_step(q, k, v, stored, cache.n_slots, cache.recent)
+        return baselines.h2o_step(q, k, v, stored, cache.n_slots, cache.keys.n_recent)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
@@ -307,6 +311,30 @@ def pure_snapkv(cache, row, n, q, k, v):
             stored = (torch.cat((x[:prompt], x[prompt + 1 :])) for x in stored)
         keys, values, kept = stored = compress.appended(stored, k, v, torch.tensor(i))
         return (q @ keys.mT / 4).softmax(-1) @ values, kept, stored  # D is 16
+
+    return test_all.by_head(cache, q, k, v, n, start, step)
+
+
+def pure_random(cache, row, n, q, k, v):
+    """Ten tokens of a prompt that were drawn, then the last ten: the oldest of these goes where
+    there are more."""
+    q = cache.rope_from(q, 0)
+    k = cache.rope_from(k, 0)
+    n_heads = k.shape[1]
+    draws = torch.rand(n_heads, n, generator=torch.Generator().manual_seed(0))
+
+    def start(h):
+        kept = baselines.random_prompt(draws[h], 10, 10)
+        return k[kept, h], v[kept, h], kept
+
+    def step(i, h, q, k, v, stored):
+        keys, values, positions = stored
+        if len(keys) == 20:
+            left = torch.arange(20) != 10
+            stored = keys[left], values[left], positions[left]
+        keys, values, positions = compress.appended(stored, k, v, torch.tensor(i))
+        output = (q @ keys.mT / 4).softmax(-1) @ values  # D is 16
+        return output, positions, (keys, values, positions)
 
     return test_all.by_head(cache, q, k, v, n, start, step)
 
@@ -365,6 +393,7 @@ STEPS = {  # as in test_all.py
     "h2o_step": ({"keep": 20, "window": 12}, pure_h2o, None),
     "turboquant": ({"bits": 4}, pure_turboquant, None),
     "snapkv_step": ({"keep": 20, "room": 8, "window": 6, "pool": 3}, pure_snapkv, None),
+    "random_step": ({"keep": 20}, pure_random, None),
     "fp8_step": ({}, pure_fp8, None),
     "fp8_step centred": (CENTRED, pure_fp8, None),
     "sals_cann": ({"keep": 40, "page": 4}, pure_sals_cann, None),
@@ -406,6 +435,52 @@ def test_snapkv_keeps_what_the_papers_listing_does(pool):
     kept = {*pooled.topk(10).indices.tolist(), *range(44, 50)}
     assert set(baselines.snapkv_prompt(q, k, 16, 6, pool).tolist()) == kept
     assert baselines.snapkv_prompt(q, k, 50, 6, pool).tolist() == [*range(50)]
+
+
+# ---- Random
+
+
+def test_by_chance_each_old_token_stays_as_often_and_the_last_ones_always():
+    """300 draws of 15 of 30 tokens: a count has mean 150, deviation 8.7. A cache draws the same
+    again, another layer, head or draw something else."""
+    counts = torch.zeros(40)
+    for i in range(300):
+        draws = torch.rand(40, generator=torch.Generator().manual_seed(i))
+        kept = baselines.random_prompt(draws, 15, 10)
+        assert kept.tolist() == sorted(set(kept.tolist())) and len(kept) == 25
+        counts[kept] += 1
+    assert (counts[30:] == 300).all() and ((counts[:30] - 150).abs() < 5 * 8.7).all()
+    short = baselines.random_prompt(torch.rand(12), 15, 10)
+    assert short.tolist() == [*range(12)]
+
+    def kept_by(layer: int, **options) -> list[set[int]]:
+        engine = make_engine(tiny_model(), "random", 2, 80, keep=24, **options)
+        engine.prefill([random_ids(60), random_ids(60, 1)])
+        position = engine.caches[layer].position
+        assert torch.equal(position[0], position[1])  # of prompts of one length
+        return [set(of_head.tolist()) for of_head in position[0]]
+
+    first = kept_by(0)
+    assert kept_by(0) == first
+    others = [*kept_by(1), *kept_by(0, draw=1)]
+    assert len({*map(frozenset, first + others)}) == 3 * 4
+    assert all(kept >= set(range(48, 60)) and len(kept) == 24 for kept in first + others)
+
+
+def test_after_a_follow_up_the_oldest_of_the_last_tokens_still_goes_first():
+    """Of 24 slots, 12 of them a ring, which begins in its middle when the follow-up comes."""
+    cache, (q, k, v) = test_all.scene("random", 40, 70, 70, keep=24)
+    for n in range(40, 47):
+        step(cache, n, q, k, v)
+    cache.prefill(0, 47, q[47:52], k[47:52], v[47:52])
+    rotated = cache.rope_from(k, 0)  # [S, Hkv, D]
+    for n in range(52, 70):
+        step(cache, n, q, k, v)
+        position = cache.position[0]  # [Hkv, 24]
+        for kept in position.tolist():
+            assert len({*kept}) == 24 and {*range(n - 11, n + 1)} <= {*kept}, n
+        places = position.T.long()[..., None].expand(-1, -1, 16)
+        assert error(cache.keys.of_row(0, n + 1), rotated.gather(0, places)) < 1e-6
 
 
 # ---- FP8, keys less their mean
@@ -468,6 +543,13 @@ def test_shadowkv_basis_is_the_best_of_the_prompt():
     """Of the joint pre-RoPE keys, through the D x D Gram."""
     cache, (_, k, _) = test_all.scene("shadowkv", 100, 120, 140, **SHADOW)
     test_all.assert_best_basis(k[:100].flatten(1), cache.basis[0], (32,))
+
+
+def test_shadowkv_has_room_for_what_is_exact_before_what_is_selected():
+    """Outliers are a budget's sinks. Recent tokens reach up to a chunk less one further back."""
+    settings = compress.settings_from("shadowkv", SHADOW)
+    assert settings.budget(80) == (12, 36, 9)  # 60 tokens leave 39 for chunks of 4
+    assert settings.budget(20) == (11, 0, 9)
 
 
 # ---- TurboQuant
@@ -1998,6 +2080,32 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
         assert row["operation"] == "attention" and share == pytest.approx(limit / us) and limit > 0
 
 
+def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path, monkeypatch):
+    """Whatever signs its sentences have."""
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(bench, "free_bytes", lambda kind: 1 << 21)
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
+    lines = {
+        "step": TINY_ROW.format("4 bits", "kivi"),
+        "throughput": " --model tiny --lengths 40 --method kivi",
+        "speed": TINY_ROW.format("4 bits", "kivi"),
+        "needle": f" --checkpoint {NANO} --method dense --lengths 600 --depths 1 --samples 1",
+        "plot": "",
+    }
+    _, overview, _ = cli("bench --help")
+    for command, line in lines.items():
+        described = getattr(bench, f"run_{command}").__doc__
+        code, out, _ = cli(f"bench {command} --help")
+        assert code == 0 and " ".join(described.split()) in " ".join(out.split())
+        summary = described.split("\n")[0]
+        assert summary.endswith(".") and summary[:-1] in " ".join(overview.split())
+        if line:
+            assert cli(f"bench {command}{line} --csv {tmp_path}/t.csv")[0] == 0
+            columns = next(csv.reader((tmp_path / "t.csv").open()))
+            named = out.split("The columns:")[1].split("options:")[0]
+            assert not {*columns} - {*re.findall(r"\w+", named)}, command
+
+
 def test_bandwidth_counts_what_a_copy_reads_and_writes(monkeypatch):
     monkeypatch.setattr(bench, "times_of", lambda run, device, runs: [5e5, 9e5])
     assert bench.measure_bandwidth(CPU) == 2 * 4 * 2**25 / 0.5
@@ -2016,6 +2124,16 @@ def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
     for row in (dense, kivi, lrqk):
         rate = int(row["batch"]) / float(row["ms"]) * 1e3
         assert float(row["tokens_per_s"]) == pytest.approx(rate) and float(row["read_s"]) > 0
+
+
+def test_the_scarcer_memory_says_how_many_sequences_fit(monkeypatch):
+    """Of LRQK's on a GPU, for one."""
+    llm = generate.LLM(test_all.tiny_config(), "dense", device="cpu", max_seq_length=40)
+    monkeypatch.setattr(generate, "row_bytes", lambda *_: {"cpu": 10, "cuda": 3})
+    monkeypatch.setattr(bench, "free_bytes", {"cpu": 95, "cuda": 99}.get)
+    assert bench.sequences_that_fit(llm, 1.0) == 9
+    assert bench.sequences_that_fit(llm, 0.5) == 4
+    assert bench.sequences_that_fit(llm, 0.01) == 1
 
 
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
