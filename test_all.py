@@ -5514,13 +5514,17 @@ def code_lines(node: ast.stmt) -> int:
     return len(ast.unparse(node).splitlines()) - len((docstring or "").splitlines())
 
 
-def test_the_copy_page_knows_the_ranks_and_the_order_of_pairs():
+def test_the_copy_page_knows_ranks_maps_and_the_order_of_pairs():
     page = copied_by_the_page("sals")
     for head_dim in (32, 40, 64, 128):
         for n_kv_heads in (2, 3, 8, 32):
             c = tiny_config(1, head_dim, n_heads=n_kv_heads, n_kv_heads=n_kv_heads)
             assert page["sals_ranks"](c.kv_dim) == compress.SalsSettings().ranks(c)
             assert page["has_few_key_dims"](c.kv_dim) == compress.has_few_key_dims(c)
+    fitted = load_file(NANO / "sals.safetensors")
+    c, settings = load_config(NANO), compress.SalsSettings()
+    expected = compress.sals_layer_maps(c, settings, fitted, 3, CPU)
+    assert all(map(torch.equal, page["sals_maps"](fitted, 3, 4, *settings.ranks(c)), expected))
     weight, x = torch.randn(3 * 16, 24), torch.randn(5, 24)
     by_rows = (x @ page["half_split_rows"](weight, 3).T).unflatten(-1, (3, -1))
     by_vectors = page["half_split"]((x @ weight.T).unflatten(-1, (3, -1)))
