@@ -3174,3 +3174,26 @@ def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path
 
 if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
+
+
+# ------------------------------------------------------------------- how many tokens fit (bench.py)
+
+
+def test_the_tokens_that_fit_fill_the_memory_and_no_more(cli):
+    """By a closed formula for dense, and by the bytes of each method's caches when built."""
+    shape = bench.FIT_SHAPES["llama-3.1-8b"]
+    free = 24e9 * 0.9 - 2 * 8_030_261_248  # its weights in bf16
+    dense = free / (32 * 2 * 8 * 128 * 2)
+    assert bench.tokens_that_fit(shape, "dense", [24e9, 1e9]) == [int(dense), 0]
+    for method in ("dense", "fp8", "kivi", "sals", "lrqk"):
+        model = tiny_model(max_positions=256).bfloat16()
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        caches = make_engine(model, method, 3, 256).caches
+        memory = (sum(cache.bytes_stored() for cache in caches) + weights) / 0.9
+        (tokens,) = bench.tokens_that_fit(model.config, method, [memory])
+        assert tokens == pytest.approx(3 * 256, abs=1), method
+    line = "bench fit_table --method dense elitekv --model llama-3.1-8b qwen2.5-7b --gigabytes 24"
+    assert cli(line)[0] == 0
+    assert f"| llama-3.1-8b | 24 GB | {int(dense) // 1000}K | " in cli.out
+    assert "| qwen2.5-7b | 24 GB | 111K | - |\n" in cli.out
+    assert "invalid choice: 'nano'" in cli.refusal("bench fit_table --model nano")
