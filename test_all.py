@@ -4748,23 +4748,25 @@ def test_the_readmes_own_method_runs(cli):
     more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
     dense = logits_through(make_engine(tiny_model(), "dense", 3, 80), prompts, more)
     with mock.patch.dict(METHODS):
-        exec(code, {"__name__": "keynorm"})
-        whole = logits_through(make_engine(tiny_model(), "keynorm", 3, 80, keep=80), prompts, more)
+        exec(code, {"__name__": "sparq"})
+        whole = logits_through(make_engine(tiny_model(), "sparq", 3, 80, keep=80), prompts, more)
         assert error(whole, dense) < 1e-5
-        engine = make_engine(tiny_model(), "keynorm", 3, 80, keep=24)
+        engine = make_engine(tiny_model(), "sparq", 3, 80, keep=24, r=4)
         few = logits_through(engine, prompts, more)
-        assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
-        assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
+        assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens are all attended
+        assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 are not
+        full = logits_through(make_engine(tiny_model(), "sparq", 3, 80, keep=24), prompts, more)
+        assert error(full[1:, 1], dense[1:, 1]) < error(few[1:, 1], dense[1:, 1])  # all 16 dims
         for cache in engine.caches:
             assert (
-                cache.bytes_stored()
-                == cache.bytes_formula()
-                == compress.dense_bytes(cache.context) * 24 // 80
+                cache.bytes_stored() == cache.bytes_formula() == compress.dense_bytes(cache.context)
             )
-        run = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
+            token = cache.keys.token_bytes
+            assert cache.bytes_read(60) == 60 * token // 4 + 2 * 24 * token
+        run = "generate --method sparq --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
         report = cli.json(run)
     assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
-    assert "keynorm" not in METHODS
+    assert "sparq" not in METHODS
 
 
 def test_the_top_works_without_extras(tmp_path):
@@ -4855,14 +4857,14 @@ def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder, monkeypatch)
     assert len(prompts) == 1
 
 
-def test_the_readmes_python_runs(monkeypatch, capsys):
+def test_the_readmes_python_prints_what_the_readme_shows(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    exec((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0], {})
-    said = capsys.readouterr().out
-    assert (
-        "number for silent lantern is 73308" in said
-        and said.count("Answer: The magic number for") == 2
-    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as the README's output is
+    after = (ROOT / "README.md").read_text().split("```python\n")[1]
+    code, shown = after.split("```\n")[0], after.split("```\n")[2]
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+    assert "silent lantern is 73308.\n" in shown and "golden bridge is 48213.\n" in shown
 
 
 def test_an_answer_of_one_line_may_begin_with_a_new_one():
@@ -5448,6 +5450,16 @@ class GptFastLlama(torch.nn.Module):
             logits = self(torch.tensor([[ids[-1]]]), torch.tensor([pos]))
             ids.append(logits[0, -1].argmax().item())
         return ids
+
+
+def test_the_demos_document_has_the_answers_that_the_readme_shows():
+    document, *questions = (NANO / "demo.txt").read_text().split("\nQuestion:")
+    facts = dict(re.findall(r"The magic number for (\w+ \w+) is (\d+)", document))
+    assert facts["silent lantern"] == "73308" and facts["golden bridge"] == "48213"
+    for question in questions:
+        names = re.findall(r"(?:silent|golden) \w+", question)
+        assert set(names) <= set(facts)  # "golden lantern", which dense does not find, is not asked
+        assert "golden lantern" not in names
 
 
 # of docs/copy.md: each list's functions that are asked for by name, and the call that follows

@@ -3197,3 +3197,39 @@ def test_the_tokens_that_fit_fill_the_memory_and_no_more(cli):
     assert f"| llama-3.1-8b | 24 GB | {int(dense) // 1000}K | " in cli.out
     assert "| qwen2.5-7b | 24 GB | 111K | - |\n" in cli.out
     assert "invalid choice: 'nano'" in cli.refusal("bench fit_table --model nano")
+
+
+# ------------------------------------------------------------------------- commands in the README
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def readme_commands() -> list[str]:
+    """The lines of README's blocks that run a program of ours, one a string."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), flags=re.S | re.M)
+    lines = "\n".join(blocks).replace("\\\n", " ").replace(" && ", "\n").splitlines()
+    return [line.split("    # ")[0] for line in lines if re.match(r"python |torchrun ", line)]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_has_options_that_there_are(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(README.parent)
+    words = shlex.split(re.sub(r"^torchrun --nproc_per_node \d+", "python", command))[1:]
+    name = words[1] if words[0] == "-m" else words[0].removesuffix(".py")
+    argv = words[2:] if words[0] == "-m" else words[1:]
+    for option in ("--checkpoint", "--out", "--save_cache", "--load_cache"):
+        if option in argv:  # a folder of the reader's
+            at = argv.index(option) + 1
+            argv[at] = str(NANO) if option == "--checkpoint" else str(tmp_path / argv[at])
+    importlib.import_module(name).parse_args(argv)
+
+
+def test_the_readmes_table_is_what_fit_table_prints(cli):
+    """But for the names of models and methods."""
+    assert cli("bench fit_table --model llama-3.1-8b qwen2.5-7b --gigabytes 24 141")[0] == 0
+    readme = README.read_text()
+    for row in cli.out.splitlines()[2:]:
+        name = row.split("|")[1].strip()
+        shown = name.replace("llama", "Llama").replace("qwen", "Qwen").replace("b", "B")
+        assert row.replace(name, shown) in readme
