@@ -5481,6 +5481,34 @@ def test_the_copy_pages_two_new_lines_are_those_of_the_model_here():
     assert len(new) == 2 and re.search(r"\n +".join(map(re.escape, new)), source)
 
 
+def test_a_link_of_the_readme_and_the_docs_leads_somewhere():
+    """To a file, or to a heading, by the name that GitHub gives it."""
+
+    def headings(path: Path) -> set[str]:
+        lines = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.M)
+        return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\(([^)\s]*)\)", path.read_text())
+        assert links or path.name == "renamed.md", path
+        for link in links:
+            name, _, heading = link.partition("#")
+            if name.startswith("http"):
+                continue
+            target = path.parent / name if name else path
+            assert target.exists(), (path.name, link)
+            assert not heading or heading in headings(target), (path.name, link)
+
+
+def test_the_names_in_the_copy_page_are_in_the_code():
+    text = (ROOT / "docs" / "copy.md").read_text()
+    files = [path.read_text() for path in ROOT.glob("*.py") if path.name != "test_all.py"]
+    code = "".join((*files, *copy_page()[0]))
+    gpt_fast = {"KVCache", "apply_rotary_emb", "precompute_freqs_cis"}
+    for name in set(re.findall(r"`([A-Za-z]\w+)`", text)) - gpt_fast:
+        assert re.search(rf"\b{name}\b", code), name
+
+
 def copy_page() -> tuple[list[str], list[str]]:
     """Of docs/copy.md the Python, a block each, and the lists of names."""
     text = (ROOT / "docs" / "copy.md").read_text()
