@@ -5379,6 +5379,17 @@ def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, t
 # ---- what one copies
 
 
+class GptFastKVCache(torch.nn.Module):
+    """A module, so what replaces it must be one, too."""
+
+    stored = None
+
+    def update(self, k, v):
+        past_k, past_v = self.stored or (k[:, :0], v[:, :0])
+        self.stored = torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
+        return self.stored
+
+
 class GptFastAttention(torch.nn.Module):
     """Of gpt-fast's structure: wqkv in one, RoPE on pairs (2c, 2c + 1), and the two new lines."""
 
@@ -5388,7 +5399,7 @@ class GptFastAttention(torch.nn.Module):
         self.kv_size = c.kv_dim
         self.wqkv = torch.nn.Linear(c.dim, c.dim + 2 * c.kv_dim, bias=False)
         self.wo = torch.nn.Linear(c.dim, c.dim, bias=False)
-        self.kv_cache = None
+        self.kv_cache = GptFastKVCache()
 
     def forward(self, x, freqs_cis, input_pos):
         bsz, seqlen, dim = x.shape
@@ -5399,9 +5410,7 @@ class GptFastAttention(torch.nn.Module):
         if hasattr(self.kv_cache, "attend"):
             return self.wo(self.kv_cache.attend(q, k, v, input_pos))
         q, k = rotate_pairs(q, freqs_cis), rotate_pairs(k, freqs_cis)
-        past = self.kv_cache or (k[:, :0], v[:, :0])
-        k, v = torch.cat((past[0], k), 1), torch.cat((past[1], v), 1)
-        self.kv_cache = (k, v)
+        k, v = self.kv_cache.update(k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=seqlen > 1, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(2))
