@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 import calibrate
 from calibrate import add_command, save_csv, text_ids, writable_file, writable_folder
-from compress import load_artifact, replacing_file
+from compress import load_artifact, replacing_file, settings_from
 from extras.evaluate import (
     ANSWER_ROOM,
     TASKS,
@@ -45,7 +45,15 @@ from extras.evaluate import (
     row_options,
 )
 from generate import LLM, NANO, Engine, Parser, clock, whole
-from model import SHAPES, ModelConfig, UserError, free_memory, load_config, load_tokenizer
+from model import (
+    SHAPES,
+    ModelConfig,
+    UserError,
+    empty_model,
+    free_memory,
+    load_config,
+    load_tokenizer,
+)
 
 # --------------------------------------------------------------------------------- rows of a table
 
@@ -658,8 +666,8 @@ def draw(png: Path, paths: list[Path]) -> None:
         draw_needles(figure, first)
     else:
         draw_lines(figure, first, paths[0].stem)
-    with replacing(png.parent, png.name) as partial_folder:
-        figure.savefig(partial_folder / png.name, dpi=150)
+    with replacing_file(png) as partial:
+        figure.savefig(partial, format="png", dpi=150)
     print(png)
 
 
@@ -972,12 +980,84 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     overview = "one picture, of a table of throughput and tables of extras.evaluate"
     plot.flag("--overview", overview)
     plot.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
+
+    add_fit_table(commands)
     return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
     args.run(args)
+
+
+# --------------------------------------------------------------------------- how many tokens fit
+
+GIGABYTE = 10**9
+KEPT_FREE = 0.1  # of a GPU's memory: what a step computes, and the CUDA context
+FIT_SHAPES = {
+    "llama-3.1-8b": SHAPES["llama-3.1-8b"],
+    "llama-2-7b": SHAPES["llama-2-7b"],
+    "qwen2.5-7b": ModelConfig(
+        dim=3584,
+        n_layers=28,
+        n_heads=28,
+        n_kv_heads=4,
+        head_dim=128,
+        ffn_dim=18944,
+        vocab_size=152064,
+        max_positions=32768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qkv_bias=True,
+        family="qwen2",
+    ),
+}
+
+
+def tokens_that_fit(config: ModelConfig, method: str, memories: list[float]) -> list[int]:
+    """Tokens that GPUs of so many bytes hold beside the weights in bf16, where KEPT_FREE of a GPU
+    stays free: in sequences of 32768 tokens, or of the model's window if that is less."""
+    model = empty_model(config, torch.bfloat16)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    length = min(32768, config.max_positions)
+    settings = settings_from(method, {})
+    artifact = load_artifact(config, method, model)
+    token = generate.row_bytes(model, method, settings, artifact, length)["meta"] / length
+    return [max(0, int((memory * (1 - KEPT_FREE) - weights) / token)) for memory in memories]
+
+
+def run_fit_table(args: argparse.Namespace) -> None:
+    """Print how many thousand tokens of each model fit GPUs of some sizes, by the caches' formulas.
+
+    A tenth of the memory is left free. Weights are in bf16. Tokens are counted in sequences of
+    32768, or of the model's window if that is less. What LRQK keeps in host memory is not
+    counted."""
+    print("| model | GPU |", *(f"{method} |" for method in args.method))
+    print("|---|---|" + "---|" * len(args.method))
+    memories = [gigabytes * GIGABYTE for gigabytes in args.gigabytes]
+    for name in args.model:
+        config = FIT_SHAPES[name]
+        columns = []
+        for method in args.method:
+            if method == "elitekv" and config.qkv_bias:  # it is uptrained, which refuses biases
+                columns.append(["-"] * len(memories))
+            else:
+                fits = tokens_that_fit(config, method, memories)
+                columns.append([f"{tokens // 1000}K" for tokens in fits])
+        for i, gigabytes in enumerate(args.gigabytes):
+            print(f"| {name} | {gigabytes:g} GB |", *(f"{column[i]} |" for column in columns))
+
+
+def add_fit_table(commands: argparse._SubParsersAction) -> None:
+    p = commands.add_parser(
+        "fit_table", help="how many tokens fit a GPU", description=run_fit_table.__doc__
+    )
+    p.set_defaults(run=run_fit_table)
+    p.option("--model", str, [*FIT_SHAPES], "shapes", nargs="+", choices=[*FIT_SHAPES])
+    methods = ["dense", "fp8", "kivi", "sals", "elitekv", "lrqk"]
+    p.option("--method", str, methods, "methods, with their default settings", nargs="+")
+    sizes = [24.0, 48.0, 80.0, 141.0]
+    p.option("--gigabytes", float, sizes, "memory of a GPU", nargs="+")
 
 
 if __name__ == "__main__":

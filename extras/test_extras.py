@@ -3284,3 +3284,62 @@ def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path
 
 if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
+
+
+# ------------------------------------------------------------------- how many tokens fit (bench.py)
+
+
+def test_the_tokens_that_fit_fill_the_memory_and_no_more(cli):
+    """By a closed formula for dense, and by the bytes of each method's caches when built."""
+    shape = bench.FIT_SHAPES["llama-3.1-8b"]
+    free = 24e9 * 0.9 - 2 * 8_030_261_248  # its weights in bf16
+    dense = free / (32 * 2 * 8 * 128 * 2)
+    assert bench.tokens_that_fit(shape, "dense", [24e9, 1e9]) == [int(dense), 0]
+    for method in ("dense", "fp8", "kivi", "sals", "lrqk"):
+        model = tiny_model(max_positions=256).bfloat16()
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        caches = make_engine(model, method, 3, 256).caches
+        memory = (sum(cache.bytes_stored() for cache in caches) + weights) / 0.9
+        (tokens,) = bench.tokens_that_fit(model.config, method, [memory])
+        assert tokens == pytest.approx(3 * 256, abs=1), method
+    line = "bench fit_table --method dense elitekv --model llama-3.1-8b qwen2.5-7b --gigabytes 24"
+    assert cli(line)[0] == 0
+    assert f"| llama-3.1-8b | 24 GB | {int(dense) // 1000}K | " in cli.out
+    assert "| qwen2.5-7b | 24 GB | 111K | - |\n" in cli.out
+    assert "invalid choice: 'nano'" in cli.refusal("bench fit_table --model nano")
+
+
+# ------------------------------------------------------------------------- commands in the README
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def readme_commands() -> list[str]:
+    """The lines of README's blocks that run a program of ours, one a string."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", README.read_text(), flags=re.S | re.M)
+    lines = "\n".join(blocks).replace("\\\n", " ").replace(" && ", "\n").splitlines()
+    return [line.split("    # ")[0] for line in lines if re.match(r"python |torchrun ", line)]
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_has_options_that_there_are(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(README.parent)
+    words = shlex.split(re.sub(r"^torchrun --nproc_per_node \d+", "python", command))[1:]
+    name = words[1] if words[0] == "-m" else words[0].removesuffix(".py")
+    argv = words[2:] if words[0] == "-m" else words[1:]
+    for option in ("--checkpoint", "--out", "--save_cache", "--load_cache"):
+        if option in argv:  # a folder of the reader's
+            at = argv.index(option) + 1
+            argv[at] = str(NANO) if option == "--checkpoint" else str(tmp_path / argv[at])
+    importlib.import_module(name).parse_args(argv)
+
+
+def test_the_readmes_table_is_what_fit_table_prints(cli):
+    """But for the names of models and methods."""
+    assert cli("bench fit_table --model llama-3.1-8b qwen2.5-7b --gigabytes 24 141")[0] == 0
+    readme = README.read_text()
+    for row in cli.out.splitlines()[2:]:
+        name = row.split("|")[1].strip()
+        shown = name.replace("llama", "Llama").replace("qwen", "Qwen").replace("b", "B")
+        assert row.replace(name, shown) in readme
