@@ -116,6 +116,8 @@ class CompressedCache(transformers.Cache):
     def __init__(self, context: CacheContext, caches: list[Cache]):
         super().__init__(layers=caches)
         self.context = context
+        self.is_generating = False
+        self.checks_positions = True
         self.reset()
 
     def reset(self) -> None:
@@ -146,7 +148,7 @@ class CompressedCache(transformers.Cache):
                 f"{max(ends)} tokens for a cache of {self.context.max_seq_length}; "
                 "give it a larger max_seq_length"
             )
-        if position_ids is not None:
+        if position_ids is not None and self.checks_positions:
             check_positions(position_ids, lengths, new, n)
 
         self.lengths = lengths
@@ -202,6 +204,8 @@ class CompressedCache(transformers.Cache):
         any column. The others overwrite some of what they hold, and can go back to the end of
         either of the last two forwards of several tokens, such as a context's and a question's.
         Raises UserError, and changes nothing, where a cache cannot go there."""
+        if self.is_generating:
+            self.refuse()
         if n > self.seen:
             return
         kept = n if n > 0 else self.seen + n
@@ -265,11 +269,11 @@ def check_positions(position_ids: Tensor, lengths: list[int], new: list[int], n:
     given = position_ids.expand(rows, n).tolist()
     for row in range(rows):
         start = lengths[row]
-        stop = start + new[row]
-        if given[row][n - new[row] :] != list(range(start, stop)):
+        expected = list(range(start, start + new[row]))
+        if given[row][n - new[row] :] != expected:
             raise UserError(
-                f"the cache puts row {row}'s tokens at positions {start} to {stop - 1}, and cannot "
-                f"put them at other position_ids; {advice}"
+                f"the cache puts row {row}'s tokens at positions from {start} on, and cannot put "
+                f"them at other position_ids; {advice}"
             )
 
 
@@ -462,7 +466,14 @@ def compress(
         cache.reset()
         if "cache" not in kwargs and "past_key_values" not in kwargs:
             kwargs[cache_name] = cache
-        return generate(*args, **kwargs)
+        cache.is_generating = True
+        # Those that transformers makes itself count from the padding on where it reads in chunks.
+        cache.checks_positions = "position_ids" in kwargs
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            cache.is_generating = False
+            cache.checks_positions = True
 
     hf_model.generate = generate_anew
     for part in (hf_model, inner):
