@@ -46,7 +46,7 @@ from extras.evaluate import (
     retrieval_scores,
     row_options,
 )
-from generate import LLM, NANO, Engine, Parser, clock, whole
+from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, whole
 from model import SHAPES, UserError, free_memory, load_config, load_tokenizer
 
 ROOM = 256  # tokens of a cache beyond those that it holds
@@ -338,18 +338,20 @@ def run_needle(args: argparse.Namespace) -> None:
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
     args.samples, table = args.samples * args.depths, []  # depths rise with the samples
-    bar = generate.Progress("needle", len(candidates) * len(args.lengths) * args.samples)
-    for candidate, n in itertools.product(candidates, args.lengths):
-        engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
-        found = retrieval_scores(engine, hay, args, args.task, n, bar)
-        for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
-            depth = round(100 * (i + 0.5) / args.depths, 1)
-            table.append(
-                {"method": candidate.label, "length": n, "depth": depth, "found": share.item()}
-            )
-            print(*table[-1].values(), flush=True)
-        if args.csv:
-            save_csv(args.csv, [*table[0]], table)
+    n_prompts = len(candidates) * len(args.lengths) * args.samples
+    with ProgressLine("needle", n_prompts) as progress:
+        for candidate, n in itertools.product(candidates, args.lengths):
+            engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
+            found = retrieval_scores(engine, hay, args, args.task, n, progress)
+            progress.clear()
+            for i, share in enumerate(100 * found.view(args.depths, -1).mean(1)):
+                depth = round(100 * (i + 0.5) / args.depths, 1)
+                table.append(
+                    {"method": candidate.label, "length": n, "depth": depth, "found": share.item()}
+                )
+                print(*table[-1].values(), flush=True)
+            if args.csv:
+                save_csv(args.csv, [*table[0]], table)
 
 
 # ----------------------------------------------------------------------------------------- pictures

@@ -34,10 +34,10 @@ from torch import Tensor
 
 import calibrate
 import compress
-from calibrate import ProgressLine, result_options, save_csv, text_files, text_ids, windows
+from calibrate import result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, CacheContext, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
-from generate import Engine, Parser, Sampling, load, whole
+from generate import Engine, Parser, ProgressLine, Sampling, load, whole
 from model import Llama, UserError, load_config, load_tokenizer
 
 # -------------------------------------------------------- retrieval tasks, after RULER (2404.06654)

@@ -739,7 +739,9 @@ def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
     changes = {"tokenizer__ggml__token_type": types, "tokenizer__ggml__eos_token_id": eos}
     yarn, ticks = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, []
     path = tiny_gguf(tmp_path / "m.gguf", **changes, **yarn)
-    with mock.patch.object(generate.Progress, "tick", lambda bar, n=1: ticks.append(n / bar.total)):
+    with mock.patch.object(
+        generate.ProgressLine, "tick", lambda bar, n=1: ticks.append(n / bar.total)
+    ):
         theirs = auto.from_pretrained(out := convert(path, tmp_path / "out"))
     assert model_file.load_config(out).max_positions == 1024 and math.isclose(sum(ticks), 1)
     assert max(ticks) > 2 / len(ticks)  # the bar counts bytes, not tensors
@@ -854,7 +856,7 @@ def test_nano_answers_the_tasks(nano_haystack):
     engine = test_all.fitted_engine(NANO, "dense", 4, 1600)
     args = SimpleNamespace(samples=4, facts=16)
     for kind in ("single", "multikey"):
-        bar = generate.Progress("test", 4)
+        bar = generate.ProgressLine("test", 4)
         assert evaluate.retrieval_scores(engine, nano_haystack, args, kind, 1500, bar).sum() >= 3
 
 
@@ -977,7 +979,7 @@ def test_perplexity_and_kl_through_the_cache():
 
     def measure(method: str, reference=None, **options):
         engine = make_engine(model, method, 2, 50, **options)
-        bar = generate.Progress("test", 10)
+        bar = generate.ProgressLine("test", 10)
         return evaluate.eval_perplexity(engine, prompts, continuation, reference, bar)
 
     # The dense model: the loss of each token and row is that of a full pass; it is like itself.

@@ -100,7 +100,7 @@ class Reading(NamedTuple):
     overwritten: list[list[dict[str, Tensor]]]  # of each layer and row, copies
 
 
-# -------------------------------------------------------------------------------------- the cache
+# ---------------------------------------------------------------------------------------- the cache
 
 
 class CompressedCache(transformers.Cache):
