@@ -338,8 +338,8 @@ def run_needle(args: argparse.Namespace) -> None:
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
     check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
     args.samples, table = args.samples * args.depths, []  # depths rise with the samples
-    n_prompts = len(candidates) * len(args.lengths) * args.samples
-    with ProgressLine("needle", n_prompts) as progress:
+    n_tokens = len(candidates) * args.samples * sum(args.lengths)
+    with ProgressLine("needle, tokens", n_tokens) as progress:
         for candidate, n in itertools.product(candidates, args.lengths):
             engine = candidate.engine(args, min(args.rows, args.samples), n + ANSWER_ROOM, least=1)
             found = retrieval_scores(engine, hay, args, args.task, n, progress)

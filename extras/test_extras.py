@@ -3403,5 +3403,41 @@ def test_a_compressed_model_of_transformers_is_not_saved(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+# ------------------------------------------------------------------------- how much is measured
+
+
+def test_full_is_the_size_of_the_published_tables():
+    """KL and TASKS of docs/results.md, and options win over it."""
+    text = (test_all.ROOT / "docs" / "results.md").read_text()
+    (kl,) = re.findall(r'^KL="(.*) \$TEXT"$', text, re.M)
+    (tasks,) = re.findall(r'^TASKS="(.*)"$', text, re.M)
+    published = evaluate.parse_args(f"{kl} {tasks}".split())
+    full = evaluate.parse_args(["--full", *kl.split()[:2]])
+    for name in evaluate.Sizes._fields:
+        wanted, found = (getattr(args, name) for args in (published, full))
+        assert found == (tuple(wanted) if name == "lengths" else wanted), name
+    assert evaluate.parse_args(["--full", "--samples", "7"]).samples == 7
+    assert evaluate.parse_args(["--samples", "7"]).samples == 7
+
+
+def test_the_default_evaluation_is_small_and_its_progress_counts_what_takes_long(monkeypatch):
+    """On two cores SmolLM2 reads 1000 tokens in 2.5 s, and decodes in 24 (dense) or 64 ms (SALS) a
+    row: the defaults take five minutes for both methods."""
+    args = evaluate.parse_args([])
+    read = args.samples * len(args.tasks) * sum(args.lengths) + args.perplexity_rows * args.prefix
+    # An answer has 30 tokens, in the mean of the tasks.
+    decoded = args.samples * len(args.tasks) * 30 + args.perplexity_rows * args.continuation
+    assert 100 < 2 * read * 2.5e-3 + decoded * (0.024 + 0.064) < 300
+
+    seen = []
+    monkeypatch.setattr(generate.ProgressLine, "tick", lambda bar, n=1: seen.append((bar, n)))
+    line = "--method dense --perplexity_rows 2 --prefix 40 --continuation 3 --samples 2"
+    small = f"{line} --lengths 900 --tasks single multikey --rows 2"
+    evaluate.evaluate(evaluate.parse_args(small.split()))
+    ticks = [n for bar, n in seen if bar.label.startswith("evaluate")]
+    assert ticks == [80, 20, 20, 20, 1800, 1800]
+    assert {bar.total for bar, _ in seen if bar.label.startswith("evaluate")} == {sum(ticks)}
+
+
 if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
