@@ -3439,5 +3439,61 @@ def test_the_default_evaluation_is_small_and_its_progress_counts_what_takes_long
     assert {bar.total for bar, _ in seen if bar.label.startswith("evaluate")} == {sum(ticks)}
 
 
+# -------------------------------------------------------------------- RULER's texts in the harness
+
+MADE_TASK = """
+task: made
+dataset_path: ""
+custom_dataset: !function made.texts
+output_type: generate_until
+test_split: test
+doc_to_text: "{{input}}"
+doc_to_target: "{{outputs}}"
+generation_kwargs: {until: [], max_gen_toks: 4}
+"""
+MADE_TEXTS = """
+import datasets, wonderwords
+
+def texts(max_seq_lengths, **_):
+    doc = {"input": "the " * 60, "outputs": ["t"], "length": 60, "max_length": max_seq_lengths[0]}
+    return {"test": datasets.Dataset.from_list([doc])}
+"""
+
+
+def made_task(folder: Path, monkeypatch) -> str:
+    """A task in a folder, whose texts are made as RULER's are -> the harness's options for it."""
+    pytest.importorskip("wonderwords")
+    tasks = pytest.importorskip("lm_eval.tasks")
+    manager = functools.partial(tasks.TaskManager, include_defaults=False)  # which are thousands
+    monkeypatch.setattr(tasks, "TaskManager", manager)
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "made.py").write_text(MADE_TEXTS)
+    return f"harness --include_path {folder} --tasks made --method dense"
+
+
+def test_rulers_prompts_are_made_as_long_as_they_may_be_and_not_cut(cli, tmp_path, monkeypatch):
+    line = made_task(tmp_path, monkeypatch)
+    for options, limit in (
+        ("--length 96 --max_length 64", "--max_length 64"),
+        ("--length 600", "the model's 512"),
+    ):
+        told = cli.refusal(f"{line} {options}")
+        n = limit.split()[-1]
+        assert f" would be cut to {limit}; give --length {n}, which makes them" in told
+    (row,) = cli.json(f"{line} --length 64 --max_length 64")["rows"]
+    assert row["method"] == "dense" and "made" in row
+    assert "note: 1 of 1 prompts are cut on the left, to fit 64 tokens" in cli.err
+
+
+def test_a_task_that_needs_a_package_says_how_to_install_it(cli, tmp_path, monkeypatch):
+    line = made_task(tmp_path, monkeypatch)
+    with mock.patch.dict(sys.modules, {"wonderwords": None}):
+        told = cli.refusal(line)
+    assert told.startswith("error: --tasks made: a package is missing (")
+    assert "wonderwords" in told and told.endswith(': pip install "lm-eval[hf,ruler]"\n')
+    readme = (test_all.ROOT / "README.md").read_text()
+    assert harness.INSTALL in readme and harness.INSTALL in harness.__doc__
+
+
 if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
