@@ -3495,5 +3495,31 @@ def test_a_task_that_needs_a_package_says_how_to_install_it(cli, tmp_path, monke
     assert harness.INSTALL in readme and harness.INSTALL in harness.__doc__
 
 
+# ----------------------------------------------------------------- Ctrl-C with several processes
+
+
+def test_ctrl_c_ends_a_chat_of_several_processes_in_all_of_them(folder, monkeypatch, capsys):
+    """One that noted it would stop at a token of its own, and the others wait for it."""
+    talk = started_chat(folder)
+    monkeypatch.setattr(generate, "is_one_of_several_processes", lambda: True)
+    step = generate.Engine.step
+
+    def step_and_press(engine) -> None:
+        step(engine)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.Engine, "step", step_and_press)
+        with pytest.raises(KeyboardInterrupt):
+            chat.print_answer(talk, "hello")
+    # At the prompt, too: the other processes wait for the line.
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(readline=mock.Mock(side_effect=KeyboardInterrupt))
+    )
+    args = chat.parse_args(["--checkpoint", str(folder), "--device", "cpu"])
+    with pytest.raises(KeyboardInterrupt):
+        chat.run_chat(args)
+
+
 if __name__ == "__main__":  # a process of a test of several ranks
     generate.run_command(ranked_main)
