@@ -3187,9 +3187,9 @@ class BatchOfTransformers:
     """An engine that is driven as transformers drives a model: by columns of a batch, of which a
     CompressedCache keeps the books."""
 
-    def __init__(self, method: str, options: dict):
+    def __init__(self, method: str, options: dict, capacity: int = 110):
         transformers_cache = pytest.importorskip("extras.transformers_cache")
-        self.engine = make_engine(tiny_model().double(), method, 2, 110, **options)
+        self.engine = make_engine(tiny_model().double(), method, 2, capacity, **options)
         caches = self.engine.caches
         self.cache = transformers_cache.CompressedCache(self.engine.context, caches)
 
@@ -3254,6 +3254,16 @@ def test_a_compressed_cache_goes_back_to_where_a_context_ended(method, options):
         with pytest.raises(UserError, match="cannot go back to 43 columns.* to 50 or 56, the ends"):
             batch.crop(43)
         assert (batch.cache.seen, batch.cache.lengths) == before
+
+
+def test_keys_of_a_block_that_was_full_are_exact_again_before_it():
+    """KIVI's only block, as long as the cache: once full, what its codes say lies in the ring."""
+    batch = BatchOfTransformers("kivi", {"residual": 64}, capacity=64)
+    batch.read([random_ids(50), random_ids(50, 1)])
+    questions = [random_ids(6, 2), random_ids(6, 3)]
+    first = batch.answer(questions, 8)
+    batch.crop(50)
+    assert torch.equal(batch.answer(questions, 8), first)
 
 
 def test_a_crop_to_what_is_there_changes_nothing_and_to_nothing_is_refused():
@@ -3378,6 +3388,7 @@ def test_position_ids_are_those_of_the_cache_or_refused():
         (torch.arange(3)[None], "puts row 0's tokens at positions from 20 on"),  # not a new prompt
         (torch.tensor([[20, 21, 22], [20, 21, 22]]), "puts row 1's tokens at positions from 9 on"),
         (torch.tensor([[20, 21, 22], [9, 11, 12]]), "puts row 1's tokens at positions from 9 on"),
+        (torch.tensor([[20, 20, 22], [9, 10, 11]]), "puts row 0's tokens at positions from 20 on"),
         (torch.arange(4)[None], r"position_ids are \[1, 4\], not \[2, 3\]"),
     ]
     for wrong, fault in refused:
