@@ -17,7 +17,6 @@ import math
 import os
 import random
 import sys
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -35,54 +34,10 @@ from torch import Tensor
 
 import compress
 from compress import method_named, replacing_file, save_artifact, written_file
-from generate import Parser, fraction, load, whole
+from generate import Parser, ProgressLine, fraction, load, whole
 from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 # ----------------------------------------------------------------------------------------- progress
-
-
-class ProgressLine:
-    """How far a long job is, on stderr: a line that is rewritten, or in a log one each ten seconds.
-
-    with ProgressLine("tokens", total=1000) as progress:
-        progress.tick(10)
-    """
-
-    WIDTH = 79  # columns that the line may have
-
-    def __init__(self, label: str, total: float):
-        self.label = label
-        self.total = total
-        self.done = 0
-        self.started = time.time()
-        self.last_shown = self.started
-        self.is_rewritten = sys.stderr.isatty()
-
-    def __enter__(self) -> "ProgressLine":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.clear()
-
-    def tick(self, n: float = 1) -> None:
-        """n more of the total are done."""
-        self.done = min(self.done + n, self.total)
-        now = time.time()
-        if now - self.last_shown < (0.2 if self.is_rewritten else 10):
-            return
-        self.last_shown = now
-        seconds_left = (now - self.started) / self.done * (self.total - self.done)
-        text = f"{self.label}: {self.done:.0f} of {self.total:.0f}, {seconds_left:.0f} s left"
-        if self.is_rewritten:
-            text = text[: self.WIDTH].ljust(self.WIDTH)
-            print(f"\r{text}", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Makes the line empty, so that something else can be printed there."""
-        if self.is_rewritten:
-            print("\r" + " " * self.WIDTH + "\r", end="", file=sys.stderr, flush=True)
 
 
 def tracked(label: str, items: Collection) -> Iterator:

@@ -95,25 +95,57 @@ Chat = list[dict[str, str]]  # messages, each with a role and its content
 Prompt = str | list[int] | Tensor | Chat  # or a numpy array of ids
 
 
-class Progress:
-    """How far a long job is: a line on stderr every ten seconds."""
+class ProgressLine:
+    """How far a long job is, on stderr: a line that is rewritten, or in a log one each ten seconds.
+
+        with ProgressLine("tokens", total=1000) as progress:
+            progress.tick(10)
+
+    A job within another one, such as reading a prompt in an evaluation, says nothing."""
+
+    WIDTH = 79  # columns that the line may have
+    outermost: "ProgressLine | None" = None  # of those that are open
 
     def __init__(self, label: str, total: float):
         self.label = label
         self.total = total
         self.done = 0
         self.started = time.time()
-        self.shown = self.started
+        self.last_shown = self.started
+        self.is_rewritten = sys.stderr.isatty()
+
+    def __enter__(self) -> "ProgressLine":
+        if ProgressLine.outermost is None:
+            ProgressLine.outermost = self
+        return self
+
+    def __exit__(self, *error) -> None:
+        if ProgressLine.outermost is self:
+            self.clear()
+            ProgressLine.outermost = None
 
     def tick(self, n: float = 1) -> None:
         """n more of the total are done."""
         self.done = min(self.done + n, self.total)
+        is_within_another = ProgressLine.outermost not in (None, self)
+        if is_within_another or self.done == self.total:
+            return
         now = time.time()
-        if now - self.shown > 10 and self.done < self.total:
-            self.shown = now
-            left = (now - self.started) / self.done * (self.total - self.done)
-            so_far = f"{self.label} {self.done:.0f}/{self.total:.0f}"
-            print(f"{so_far}, {left:.0f} s left", file=sys.stderr)
+        if now - self.last_shown < (0.2 if self.is_rewritten else 10):
+            return
+        self.last_shown = now
+        seconds_left = (now - self.started) / self.done * (self.total - self.done)
+        text = f"{self.label}: {self.done:.0f} of {self.total:.0f}, {seconds_left:.0f} s left"
+        if self.is_rewritten:
+            text = text[: self.WIDTH].ljust(self.WIDTH)
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Makes the line empty, so that something else can be printed there."""
+        if self.is_rewritten:
+            print("\r" + " " * self.WIDTH + "\r", end="", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- options: the limits of each, once
@@ -513,12 +545,13 @@ class Engine:
     def append(self, prompts: list[list[int]]) -> None:
         """Reads more tokens of each row, none for []. `logits` are then those after the last."""
         rows = [row for row, ids in enumerate(prompts) if ids]
-        bar = Progress("reading", len(rows) * len(self.model.layers))
-        for row in rows:
-            tokens = torch.tensor(prompts[row], device=self.context.device)
-            start = int(self.pos[row])
-            self.logits[row] = self.model.extend(tokens, row, start, self.caches, bar.tick)
-            self.pos[row] += len(tokens)
+        with ProgressLine("reading", len(rows) * len(self.model.layers)) as progress:
+            for row in rows:
+                tokens = torch.tensor(prompts[row], device=self.context.device)
+                start = int(self.pos[row])
+                logits = self.model.extend(tokens, row, start, self.caches, progress.tick)
+                self.logits[row] = logits
+                self.pos[row] += len(tokens)
         self.check_logits(rows)
 
     def check_logits(self, rows: list[int] | None = None) -> None:

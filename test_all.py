@@ -4867,7 +4867,7 @@ def test_progress_is_one_rewritten_line_and_in_a_log_a_line_each_ten_seconds(
     is_terminal, capsys, monkeypatch
 ):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with calibrate.ProgressLine("windows", total=8) as progress:
+    with generate.ProgressLine("windows", total=8) as progress:
         progress.started -= 12
         progress.tick(3)  # at once: not shown
         for _ in range(2):
@@ -4947,8 +4947,8 @@ class CommandLine:
 
     def refusal(self, line: str) -> str:
         """The one line in which a command ends that cannot run."""
-        for progress in (generate.Progress, calibrate.ProgressLine):  # a slow machine would show it
-            self.monkeypatch.setattr(progress, "tick", lambda *_: None)
+        # a slow machine would show it
+        self.monkeypatch.setattr(generate.ProgressLine, "tick", lambda *_: None)
         code, out, err = self(line)
         assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1), err
         return err
@@ -6201,11 +6201,26 @@ def test_the_command_line_answers_each_question_alone(cli):
 
 
 def test_progress_is_on_stderr(capsys):
-    progress = generate.Progress("slow", 4)
+    progress = generate.ProgressLine("slow", 4)
     progress.tick()
-    progress.shown = progress.started = progress.started - 30
+    progress.last_shown = progress.started = progress.started - 30
     progress.tick()
-    assert capsys.readouterr() == ("", "slow 2/4, 30 s left\n")
+    assert capsys.readouterr() == ("", "slow: 2 of 4, 30 s left\n")
+
+
+@pytest.mark.parametrize("is_within_another", [False, True])
+def test_reading_says_what_is_left_and_nothing_within_another_job(
+    is_within_another, capsys, monkeypatch
+):
+    engine = make_engine(tiny_model(), "dense", 1, 40)
+    clock = itertools.count(0, 20)  # a layer takes 20 s
+    with contextlib.ExitStack() as stack:
+        if is_within_another:
+            stack.enter_context(generate.ProgressLine("evaluate", 9))
+        monkeypatch.setattr(time, "time", lambda: next(clock))
+        engine.prefill([random_ids(9)])
+    lines = [f"reading: {i} of 4, {20 * (4 - i)} s left\n" for i in (1, 2, 3)]  # never 0 s
+    assert capsys.readouterr() == ("", "" if is_within_another else "".join(lines))
 
 
 def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
@@ -6558,9 +6573,9 @@ def test_a_fit_of_fdc_on_a_random_model_says_so():
 
 def test_progress_ends_without_a_line(capsys):
     """What is done needs no "0 s left"."""
-    progress = generate.Progress("reading", 4)
-    progress.started = progress.shown = progress.shown - 60
-    progress.tick(4)
+    with generate.ProgressLine("reading", 4) as progress:
+        progress.last_shown -= 60
+        progress.tick(4)
     assert capsys.readouterr() == ("", "")
 
 

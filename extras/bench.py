@@ -44,7 +44,7 @@ from extras.evaluate import (
     retrieval_scores,
     row_options,
 )
-from generate import LLM, NANO, Engine, Parser, clock, whole
+from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, whole
 from model import (
     SHAPES,
     ModelConfig,
@@ -527,25 +527,27 @@ def run_rows(
     A row that cannot be measured, most often for lack of memory, is named, and the others go on."""
     rows = by_size(rows)
     table = []
-    bar = generate.Progress("rows", len(rows))
-    for row in rows:
-        about = {
-            "model": row.shape,
-            "batch": row.sequences,
-            "length": row.tokens,
-            "method": row.label,
-        }
-        try:
-            for figures in measure(row, args.device):
-                table.append(about | figures)
-                print_line(table[-1])
-        except (UserError, RuntimeError) as error:
-            fault = f"{row.label}: no figures: {generate.in_command_line_words(error)}"
-            print(fault.split("\n")[0], file=sys.stderr)
-        if args.csv and table:
-            save_csv(args.csv, list(table[0]), table)
-        free_unused_memory()
-        bar.tick()
+    with ProgressLine("rows", len(rows)) as progress:
+        for row in rows:
+            about = {
+                "model": row.shape,
+                "batch": row.sequences,
+                "length": row.tokens,
+                "method": row.label,
+            }
+            try:
+                for figures in measure(row, args.device):
+                    table.append(about | figures)
+                    progress.clear()
+                    print_line(table[-1])
+            except (UserError, RuntimeError) as error:
+                fault = f"{row.label}: no figures: {generate.in_command_line_words(error)}"
+                progress.clear()
+                print(fault.split("\n")[0], file=sys.stderr)
+            if args.csv and table:
+                save_csv(args.csv, list(table[0]), table)
+            free_unused_memory()
+            progress.tick()
 
 
 def print_line(figures: dict) -> None:
@@ -580,24 +582,26 @@ def run_needle(args: argparse.Namespace) -> None:
     # --samples is of a depth, and retrieval_scores wants all: depths rise with the samples.
     args.samples = args.samples * args.depths
     table = []
-    bar = generate.Progress("needle", len(candidates) * len(args.lengths) * args.samples)
-    for candidate in candidates:
-        for n in args.lengths:
-            rows = min(args.rows, args.samples)
-            engine = candidate.engine(args, rows, n + ANSWER_ROOM, least=1)
-            scores = retrieval_scores(engine, hay, args, args.task, n, bar)
-            of_depths = 100 * scores.view(args.depths, -1).mean(1)
-            for i, found in enumerate(of_depths.tolist()):
-                line = {
-                    "method": candidate.label,
-                    "length": n,
-                    "depth": round(100 * (i + 0.5) / args.depths, 1),
-                    "found": found,
-                }
-                table.append(line)
-                print(*line.values(), flush=True)
-            if args.csv:
-                save_csv(args.csv, list(table[0]), table)
+    n_tokens = len(candidates) * args.samples * sum(args.lengths)
+    with ProgressLine("needle, tokens", n_tokens) as progress:
+        for candidate in candidates:
+            for n in args.lengths:
+                rows = min(args.rows, args.samples)
+                engine = candidate.engine(args, rows, n + ANSWER_ROOM, least=1)
+                scores = retrieval_scores(engine, hay, args, args.task, n, progress)
+                progress.clear()
+                of_depths = 100 * scores.view(args.depths, -1).mean(1)
+                for i, found in enumerate(of_depths.tolist()):
+                    line = {
+                        "method": candidate.label,
+                        "length": n,
+                        "depth": round(100 * (i + 0.5) / args.depths, 1),
+                        "found": found,
+                    }
+                    table.append(line)
+                    print(*line.values(), flush=True)
+                if args.csv:
+                    save_csv(args.csv, list(table[0]), table)
 
 
 # ----------------------------------------------------------------------------------------- pictures
@@ -636,16 +640,16 @@ def run_plot(args: argparse.Namespace) -> None:
         TypeError,
         ValueError,
     )
-    bar = generate.Progress("pictures", len(pictures))
-    for name, paths in pictures.items():
-        try:
-            draw(args.out / f"{name}.png", paths)
-        except ImportError:
-            raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        except faults_of_a_table as error:
-            kinds = "eval, speed, needle, ranks or train --log"
-            raise UserError(f"{name}: no table of {kinds} ({error!r})") from None
-        bar.tick()
+    with ProgressLine("pictures", len(pictures)) as progress:
+        for name, paths in pictures.items():
+            try:
+                draw(args.out / f"{name}.png", paths)
+            except ImportError:
+                raise UserError("pictures need matplotlib: pip install matplotlib") from None
+            except faults_of_a_table as error:
+                kinds = "eval, speed, needle, ranks or train --log"
+                raise UserError(f"{name}: no table of {kinds} ({error!r})") from None
+            progress.tick()
 
 
 def draw(png: Path, paths: list[Path]) -> None:

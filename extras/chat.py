@@ -3,7 +3,7 @@
     python -m extras.chat --checkpoint FOLDER --method sals --chat    by the model's chat template
     python -m extras.chat                                             plain text, which it continues
 Ctrl-C ends an answer, Ctrl-D ends the chat. /help lists the commands that save and load a
-conversation.
+conversation. Under torchrun Ctrl-C ends the chat, too.
 """
 
 import argparse
@@ -170,8 +170,14 @@ class Chat:
 @contextmanager
 def ctrl_c_noted() -> Iterator[threading.Event]:
     """Ctrl-C sets the event, which is asked between two tokens: no step of the model ends
-    half-way."""
+    half-way.
+
+    Of several processes each would see it at another token, and those that go on would wait for
+    the others forever. There it ends the command, as everywhere: torchrun ends all processes."""
     pressed = threading.Event()
+    if generate.is_one_of_several_processes():
+        yield pressed
+        return
     before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
         yield pressed
@@ -234,6 +240,8 @@ def run_chat(args: argparse.Namespace) -> None:
         try:
             line = sys.stdin.readline()
         except KeyboardInterrupt:
+            if generate.is_one_of_several_processes():
+                raise  # the others read the same line, or none
             print("\n(Ctrl-D ends the chat)", file=sys.stderr)
             continue
         if not line:  # Ctrl-D

@@ -4,6 +4,9 @@
     python -m extras.evaluate --method sals:rank=0.125,bits=2 --method sals:paper --csv table.csv
     python -m extras.evaluate --method sals --samples 0 --text FILE         perplexity and KL alone
     python -m extras.evaluate --method loki --perplexity_rows 0 --tasks single --lengths 4096
+    python -m extras.evaluate --checkpoint FOLDER --full             as large as in docs/results.md
+
+A model of 135 M parameters takes about five minutes on two CPU cores, and hours with --full.
 
 Every method decodes token by token through its own cache, and the dense model has a row in the same
 run. A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint.
@@ -34,10 +37,10 @@ from torch import Tensor
 
 import calibrate
 import compress
-from calibrate import ProgressLine, result_options, save_csv, text_files, text_ids, windows
+from calibrate import result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, CacheContext, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
-from generate import Engine, Parser, Sampling, load, whole
+from generate import Engine, Parser, ProgressLine, Sampling, load, whole
 from model import Llama, UserError, load_config, load_tokenizer
 
 # -------------------------------------------------------- retrieval tasks, after RULER (2404.06654)
@@ -445,6 +448,7 @@ class Watched:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
+STEP = 10  # tokens of a prompt that are read while one is decoded: about so, on a CPU
 
 # ------------------------------------------------------------------------------- a row of the table
 
@@ -663,6 +667,7 @@ def eval_perplexity(
     figures = []
     kept = []
     engine.prefill(prompts)
+    progress.tick(sum(len(prompt) for prompt in prompts))
     for i, token in enumerate(tokens.T.to(engine.tokens)):
         log_p = engine.logits.float().log_softmax(-1)  # [B, V]
         if reference is None:
@@ -677,7 +682,7 @@ def eval_perplexity(
         figures.append(torch.stack((loss, kl, same)).cpu())
         engine.tokens.copy_(token)
         engine.step()
-        progress.tick()
+        progress.tick(STEP * len(prompts))
     if reference is None:
         reference = torch.stack(kept)
     return torch.stack(figures, 1).double(), reference
@@ -777,7 +782,7 @@ def retrieval_scores(
         answers = generate.decode_rows(engine, longest, ends_a_line, stride=16)
         for task, ids in zip(tasks, answers, strict=True):
             scores.append(task.score(decode(ids)))
-        progress.tick(min(rows, args.samples - first))
+        progress.tick(min(rows, args.samples - first) * length)
     return torch.tensor(scores[: args.samples], dtype=torch.float64)
 
 
@@ -928,9 +933,10 @@ def evaluate(args: argparse.Namespace) -> dict:
     # 3. A row for each candidate, shown as soon as it is there.
     rows = []
     references = {}
-    n_retrieval = len(args.lengths) * len(args.tasks) * args.samples
-    n_steps = len(texts) * args.continuation + n_retrieval
-    with ProgressLine("evaluate", len(candidates) * n_steps) as progress:
+    n_tokens = args.samples * len(args.tasks) * sum(args.lengths)
+    for text in texts.values():
+        n_tokens += sum(len(prompt) + STEP * args.continuation for prompt in text.prompts)
+    with ProgressLine("evaluate, tokens", len(candidates) * n_tokens) as progress:
         for candidate in candidates:
             try:
                 row = perplexity_row(candidate, args, texts, references, progress)
@@ -964,38 +970,70 @@ def evaluate(args: argparse.Namespace) -> dict:
 # --------------------------------------------------------------------------------- the command line
 
 
-def row_options(parser: Parser) -> None:
+class Sizes(NamedTuple):
+    """How much is measured, where no option says it."""
+
+    perplexity_rows: int
+    prefix: int
+    continuation: int
+    lengths: tuple[int, ...]
+    samples: int
+    rows: int
+
+
+QUICK = Sizes(
+    perplexity_rows=4,
+    prefix=1024,
+    continuation=64,
+    lengths=(1024,),
+    samples=5,
+    rows=10,
+)
+FULL = Sizes(  # as KL and TASKS in docs/results.md
+    perplexity_rows=16,
+    prefix=4096,
+    continuation=96,
+    lengths=(4096,),
+    samples=100,
+    rows=50,
+)
+
+
+def row_options(parser: Parser, rows: int = QUICK.rows) -> None:
     """Options of every command that compares candidates."""
     generate.add_weights_option(parser)
     method = "a row of the table, as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     form = "NAME[:SETTING=VALUE,...][@FOLDER]"
     parser.option("--method", str, None, method, action="append", metavar=form)
-    rows = "prompts in a batch, fewer where the memory holds no more"
-    parser.option("--rows", whole(1), 10, rows, metavar="N")
+    about = "prompts in a batch, fewer where the memory holds no more"
+    parser.option("--rows", whole(1), rows, about, metavar="N")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
+    sizes = FULL if "--full" in argv else QUICK
     parser = Parser(description=__doc__)
     generate.add_model_options(parser)
-    row_options(parser)
+    row_options(parser, sizes.rows)
     result_options(parser)
+    parser.flag("--full", "the sizes of docs/results.md, where no option gives another one")
 
     text = "more text for perplexity; repeat it"
     parser.option("--text", Path, [], text, action="append", metavar="PATH")
     rows = "how many texts have their continuation scored; 0: none"
-    parser.option("--perplexity_rows", whole(0), 8, rows, metavar="N")
-    parser.option("--prefix", whole(1), 1024, "tokens that are prefilled", metavar="N")
+    parser.option("--perplexity_rows", whole(0), sizes.perplexity_rows, rows, metavar="N")
+    prefix = "tokens that are prefilled"
+    parser.option("--prefix", whole(1), sizes.prefix, prefix, metavar="N")
     continuation = "tokens that are then decoded and scored"
-    parser.option("--continuation", whole(1), 128, continuation, metavar="N")
+    parser.option("--continuation", whole(1), sizes.continuation, continuation, metavar="N")
     written = "score instead N tokens that the dense model writes; after chats, too"
     parser.option("--generate", whole(8), 0, written, metavar="N")
 
     tasks = "kinds of facts to find; uuid: in a text of UUIDs alone"
     parser.option("--tasks", str, TRAINED_TASKS, tasks, nargs="+", choices=TASKS)
     lengths = "tokens of a prompt with facts"
-    parser.option("--lengths", whole(1), [1024, 2048], lengths, nargs="+", metavar="N")
+    parser.option("--lengths", whole(1), sizes.lengths, lengths, nargs="+", metavar="N")
     samples = "prompts of each task and length; 0: none"
-    parser.option("--samples", whole(0), 20, samples, metavar="N")
+    parser.option("--samples", whole(0), sizes.samples, samples, metavar="N")
     facts = "facts in the multikey and multiquery tasks"
     parser.option("--facts", whole(4, MOST_FACTS), 16, facts, metavar="N")
     return parser.parse_args(argv)

@@ -9,6 +9,7 @@ import copy
 import csv
 import functools
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -823,7 +824,9 @@ def test_gguf_ends_by_name_where_the_id_is_none(eos, kind, ends, tmp_path):
     changes = {"tokenizer__ggml__token_type": types, "tokenizer__ggml__eos_token_id": eos}
     yarn, ticks = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, []
     path = tiny_gguf(tmp_path / "m.gguf", **changes, **yarn)
-    with mock.patch.object(generate.Progress, "tick", lambda bar, n=1: ticks.append(n / bar.total)):
+    with mock.patch.object(
+        generate.ProgressLine, "tick", lambda bar, n=1: ticks.append(n / bar.total)
+    ):
         theirs = auto.from_pretrained(out := convert(path, tmp_path / "out"))
     assert model_file.load_config(out).max_positions == 1024 and math.isclose(sum(ticks), 1)
     assert max(ticks) > 2 / len(ticks)  # the bar counts bytes, not tensors
@@ -938,7 +941,7 @@ def test_nano_answers_the_tasks(nano_haystack):
     engine = test_all.fitted_engine(NANO, "dense", 4, 1600)
     args = SimpleNamespace(samples=4, facts=16)
     for kind in ("single", "multikey"):
-        bar = generate.Progress("test", 4)
+        bar = generate.ProgressLine("test", 4)
         assert evaluate.retrieval_scores(engine, nano_haystack, args, kind, 1500, bar).sum() >= 3
 
 
@@ -1061,7 +1064,7 @@ def test_perplexity_and_kl_through_the_cache():
 
     def measure(method: str, reference=None, **options):
         engine = make_engine(model, method, 2, 50, **options)
-        bar = generate.Progress("test", 10)
+        bar = generate.ProgressLine("test", 10)
         return evaluate.eval_perplexity(engine, prompts, continuation, reference, bar)
 
     # The dense model: the loss of each token and row is that of a full pass; it is like itself.
@@ -3280,6 +3283,363 @@ def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path
         monkeypatch.setenv("LOCAL_RANK", "0")
         generate.device_and_dtype("cuda")
     set_device.assert_called_once_with(0)
+
+
+# --------------------------------------------- a compressed cache within transformers goes back
+
+
+# Methods that keep each token at a place of its own, and go back to any of them.
+GO_ANYWHERE = {"dense", "topk", "loki", "elitekv", "fdc", "palu", "doublesparse", "sals_cann"}
+CROPPED = [("dense", {}), *test_all.CASES, *CASES]
+
+
+class BatchOfTransformers:
+    """An engine that is driven as transformers drives a model: by columns of a batch, of which a
+    CompressedCache keeps the books."""
+
+    def __init__(self, method: str, options: dict, capacity: int = 110):
+        transformers_cache = pytest.importorskip("extras.transformers_cache")
+        self.engine = make_engine(tiny_model().double(), method, 2, capacity, **options)
+        caches = self.engine.caches
+        self.cache = transformers_cache.CompressedCache(self.engine.context, caches)
+
+    def read(self, prompts: list[list[int]]) -> None:
+        """A forward of several tokens, with left padding."""
+        n = max(len(ids) for ids in prompts)
+        mask = torch.ones(2, self.cache.seen + n)
+        for row, ids in enumerate(prompts):
+            mask[row, self.cache.seen : self.cache.seen + n - len(ids)] = 0
+        self.cache.begin(2, n, mask)
+        self.engine.append(prompts)
+        self.cache.finish()
+
+    def answer(self, questions: list[list[int]], n_steps: int) -> torch.Tensor:
+        """Logits [1 + n_steps, 2, V] after the questions and after each of some tokens."""
+        self.read(questions)
+        logits = [self.engine.logits.clone()]
+        for i in range(n_steps):
+            self.cache.begin(2, 1)
+            self.engine.tokens.fill_(5 + i)
+            self.engine.step()
+            self.cache.finish()
+            logits.append(self.engine.logits.clone())
+        return torch.stack(logits)
+
+    def crop(self, n: int) -> None:
+        self.cache.crop(n)
+        self.engine.pos.copy_(torch.tensor(self.cache.lengths))
+
+
+@pytest.mark.parametrize("method, options", CROPPED)
+def test_a_compressed_cache_goes_back_to_where_a_context_ended(method, options):
+    """Each question about it is answered as if there had been no other."""
+    batch = BatchOfTransformers(method, options)
+    contexts = [random_ids(50), random_ids(37, 1)]
+    questions = [random_ids(6, 2), random_ids(6, 3)]
+    batch.read(contexts)
+    first = batch.answer(questions, 9)
+    assert batch.cache.lengths == [65, 52]
+    batch.crop(50)
+    assert batch.cache.lengths == [50, 37] and batch.cache.get_seq_length() == 50
+    batch.answer([random_ids(17, 4), random_ids(17, 5)], 33)
+    batch.crop(-50)  # as many as were added
+    assert batch.cache.lengths == [50, 37]
+    assert torch.equal(batch.answer(questions, 9), first)
+    batch.crop(56)  # where the questions ended
+    batch.crop(50)
+    assert torch.equal(batch.answer(questions, 9), first)
+
+    # To a column in the middle of the context.
+    goes_anywhere = method in GO_ANYWHERE
+    if method == "turboquant":
+        goes_anywhere = "centre" not in options  # the mean key is the prompt's
+    if goes_anywhere:
+        batch.crop(43)
+        assert batch.cache.lengths == [43, 30]
+        shorter = BatchOfTransformers(method, options)
+        shorter.read([ids[:-7] for ids in contexts])
+        assert error(batch.answer(questions, 9), shorter.answer(questions, 9)) < 1e-6
+    else:
+        before = (batch.cache.seen, batch.cache.lengths)
+        with pytest.raises(UserError, match="cannot go back to 43 columns.* to 50 or 56, the ends"):
+            batch.crop(43)
+        assert (batch.cache.seen, batch.cache.lengths) == before
+
+
+def test_keys_of_a_block_that_was_full_are_exact_again_before_it():
+    """KIVI's only block, as long as the cache: once full, what its codes say lies in the ring."""
+    batch = BatchOfTransformers("kivi", {"residual": 64}, capacity=64)
+    batch.read([random_ids(50), random_ids(50, 1)])
+    questions = [random_ids(6, 2), random_ids(6, 3)]
+    first = batch.answer(questions, 8)
+    batch.crop(50)
+    assert torch.equal(batch.answer(questions, 8), first)
+
+
+def test_a_crop_to_what_is_there_changes_nothing_and_to_nothing_is_refused():
+    batch = BatchOfTransformers("sals", test_all.CODES)
+    batch.read([random_ids(20), random_ids(9, 1)])
+    for n in (20, 21, 1000):
+        batch.crop(n)
+        assert batch.cache.lengths == [20, 9]
+    for n in (0, -20, -21):
+        with pytest.raises(UserError, match=r"leaves none, or all; use reset\(\)"):
+            batch.crop(n)
+
+
+def pipeline_of_kvpress(model, cache, context_ids, questions, n_new: int, removes) -> list:
+    """The answers that kvpress' own pipeline makes (kvpress 0.5.5, pipeline.py, _forward and
+    generate_answer), with this in the place of its _remove_answer_from_cache."""
+    model.model(input_ids=context_ids, past_key_values=cache)
+    n = context_ids.shape[1]
+    answers = []
+    for question_ids in questions:
+        lengths = [cache.get_seq_length(i) for i in range(len(cache))]
+        position_ids = torch.arange(n, n + question_ids.shape[1]).unsqueeze(0)
+        outputs = model(
+            input_ids=question_ids,
+            past_key_values=cache,
+            position_ids=position_ids,
+            logits_to_keep=1,
+        )
+        position_ids = position_ids[:, -1:] + 1
+        ids = [outputs.logits[0, -1].argmax()]
+        for i in range(n_new - 1):
+            outputs = model(
+                input_ids=ids[-1].unsqueeze(0).unsqueeze(0),
+                past_key_values=cache,
+                position_ids=position_ids + i,
+            )
+            ids.append(outputs.logits[0, -1].argmax())
+        removes(cache, lengths)
+        answers.append(torch.stack(ids).tolist())
+    return answers
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # kvpress has the argument's older name
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_many_questions_of_one_context_in_the_pipeline_of_kvpress(method, tmp_path):
+    theirs = hf_model("llama-2", hidden_size=64, num_hidden_layers=4)
+    theirs.save_pretrained(tmp_path)
+    context_ids = torch.tensor([random_ids(40)])
+    questions = [torch.tensor([random_ids(n, n)]) for n in (5, 9, 5)]
+    if method == "sals":
+        model = load_model(tmp_path, CPU, torch.float32)
+        test_all.put_artifact(tmp_path, method, test_all.artifact_of(method, model), model)
+    plain = copy.deepcopy(theirs)
+    options = WITHIN[method]
+    how = {"batch_size": 1, "max_seq_length": 80, "folder": tmp_path}
+    cache = within(theirs, method, **how, **options)
+
+    def crop(cache, lengths):
+        cache.crop(lengths[0])
+
+    with torch.no_grad():
+        together = pipeline_of_kvpress(theirs, cache, context_ids, questions, 12, crop)
+        for question_ids, answer in zip(questions, together, strict=True):
+            cache.reset()
+            alone = pipeline_of_kvpress(theirs, cache, context_ids, [question_ids], 12, crop)
+            assert alone == [answer]
+            if method == "dense":
+                ids = torch.cat((context_ids, question_ids), 1)
+                how = {"do_sample": False, "eos_token_id": None}
+                mask = torch.ones_like(ids)  # or an id that is the padding's would count as such
+                whole = plain.generate(ids, attention_mask=mask, max_new_tokens=12, **how)
+                assert whole[0, ids.shape[1] :].tolist() == answer
+
+
+def test_a_forward_takes_its_cache_by_any_name_or_place_that_transformers_has():
+    theirs = hf_model("llama-2")
+    ids = tiny_tokens(1, 20)
+    with torch.no_grad():
+        expected = theirs.model(ids).last_hidden_state
+    cache = within(theirs, "dense", batch_size=1, max_seq_length=30)
+    inner = theirs.model
+    forwards = {
+        "past_key_values": lambda: inner(ids, past_key_values=cache),
+        "in its place": lambda: inner(ids, None, None, cache),
+        "after a mask": lambda: inner(ids, torch.ones(1, 20), None, cache),
+    }
+    names = list(inspect.signature(inner.forward).parameters)
+    if "cache" in names:
+        forwards["cache"] = lambda: inner(input_ids=ids, cache=cache)
+    for name, forward in forwards.items():
+        cache.reset()
+        assert error(forward().last_hidden_state, expected) < 1e-5, name
+    newest = "cache" if "cache" in names else "past_key_values"
+    with pytest.raises(UserError, match=f"compressed cache alone: give it {newest}=cache"):
+        inner(ids)
+
+
+def test_the_spelling_of_the_readme_is_one_of_which_nothing_warns(recwarn):
+    theirs = hf_model("llama-2")
+    expected = copy.deepcopy(theirs).generate(**TWO, max_new_tokens=9)
+    within(theirs, "dense", batch_size=2, max_seq_length=40)
+    recwarn.clear()
+    assert torch.equal(theirs.generate(**TWO, max_new_tokens=9), expected)
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
+    readme = (test_all.ROOT / "README.md").read_text()
+    assert "model.generate(**inputs)" in readme and "past_key_values" not in readme
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_position_ids_are_those_of_the_cache_or_refused():
+    theirs = hf_model("llama-2")
+    cache = within(theirs, "dense", batch_size=2, max_seq_length=60)
+    batch = {name: TWO[name] for name in ("input_ids", "attention_mask")}
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = theirs(**batch, past_key_values=cache).logits
+        cache.reset()
+        found = theirs(**batch, past_key_values=cache, position_ids=positions).logits
+    assert torch.equal(found, expected)
+    more = tiny_tokens(2, 3)
+    refused = [
+        (torch.arange(3)[None], "puts row 0's tokens at positions from 20 on"),  # not a new prompt
+        (torch.tensor([[20, 21, 22], [20, 21, 22]]), "puts row 1's tokens at positions from 9 on"),
+        (torch.tensor([[20, 21, 22], [9, 11, 12]]), "puts row 1's tokens at positions from 9 on"),
+        (torch.tensor([[20, 20, 22], [9, 10, 11]]), "puts row 0's tokens at positions from 20 on"),
+        (torch.arange(4)[None], r"position_ids are \[1, 4\], not \[2, 3\]"),
+    ]
+    for wrong, fault in refused:
+        with pytest.raises(UserError, match=f"{fault}.*; leave position_ids out"):
+            theirs(more, past_key_values=cache, position_ids=wrong)
+        assert cache.lengths == [20, 9]
+    with pytest.raises(UserError, match="puts row 0's tokens at positions from 0 on"):
+        theirs.generate(**TWO, position_ids=positions + 1, max_new_tokens=3)
+    cache.reset()
+    theirs(**batch, past_key_values=cache)
+    right = torch.tensor([[20, 21, 22], [9, 10, 11]])
+    with torch.no_grad():
+        theirs(more, past_key_values=cache, position_ids=right)
+    assert cache.lengths == [23, 12]
+
+
+def test_a_compressed_model_of_transformers_is_not_saved(tmp_path):
+    theirs = hf_model("llama-2")
+    within(theirs, "dense", batch_size=1, max_seq_length=40)
+    for part in (theirs, theirs.model):
+        with pytest.raises(UserError, match="cannot be saved: .*; save it before compress"):
+            part.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------- how much is measured
+
+
+def test_full_is_the_size_of_the_published_tables():
+    """KL and TASKS of docs/results.md, and options win over it."""
+    text = (test_all.ROOT / "docs" / "results.md").read_text()
+    (kl,) = re.findall(r'^KL="(.*) \$TEXT"$', text, re.M)
+    (tasks,) = re.findall(r'^TASKS="(.*)"$', text, re.M)
+    published = evaluate.parse_args(f"{kl} {tasks}".split())
+    full = evaluate.parse_args(["--full", *kl.split()[:2]])
+    for name in evaluate.Sizes._fields:
+        wanted, found = (getattr(args, name) for args in (published, full))
+        assert found == (tuple(wanted) if name == "lengths" else wanted), name
+    assert evaluate.parse_args(["--full", "--samples", "7"]).samples == 7
+    assert evaluate.parse_args(["--samples", "7"]).samples == 7
+
+
+def test_the_default_evaluation_is_small_and_its_progress_counts_what_takes_long(monkeypatch):
+    """On two cores SmolLM2 reads 1000 tokens in 2.5 s, and decodes in 24 (dense) or 64 ms (SALS) a
+    row: the defaults take five minutes for both methods."""
+    args = evaluate.parse_args([])
+    read = args.samples * len(args.tasks) * sum(args.lengths) + args.perplexity_rows * args.prefix
+    # An answer has 30 tokens, in the mean of the tasks.
+    decoded = args.samples * len(args.tasks) * 30 + args.perplexity_rows * args.continuation
+    assert 100 < 2 * read * 2.5e-3 + decoded * (0.024 + 0.064) < 300
+
+    seen = []
+    monkeypatch.setattr(generate.ProgressLine, "tick", lambda bar, n=1: seen.append((bar, n)))
+    line = "--method dense --perplexity_rows 2 --prefix 40 --continuation 3 --samples 2"
+    small = f"{line} --lengths 900 --tasks single multikey --rows 2"
+    evaluate.evaluate(evaluate.parse_args(small.split()))
+    ticks = [n for bar, n in seen if bar.label.startswith("evaluate")]
+    assert ticks == [80, 20, 20, 20, 1800, 1800]
+    assert {bar.total for bar, _ in seen if bar.label.startswith("evaluate")} == {sum(ticks)}
+
+
+# -------------------------------------------------------------------- RULER's texts in the harness
+
+MADE_TASK = """
+task: made
+dataset_path: ""
+custom_dataset: !function made.texts
+output_type: generate_until
+test_split: test
+doc_to_text: "{{input}}"
+doc_to_target: "{{outputs}}"
+generation_kwargs: {until: [], max_gen_toks: 4}
+"""
+MADE_TEXTS = """
+import datasets, wonderwords
+
+def texts(max_seq_lengths, **_):
+    doc = {"input": "the " * 60, "outputs": ["t"], "length": 60, "max_length": max_seq_lengths[0]}
+    return {"test": datasets.Dataset.from_list([doc])}
+"""
+
+
+def made_task(folder: Path, monkeypatch) -> str:
+    """A task in a folder, whose texts are made as RULER's are -> the harness's options for it."""
+    pytest.importorskip("wonderwords")
+    tasks = pytest.importorskip("lm_eval.tasks")
+    manager = functools.partial(tasks.TaskManager, include_defaults=False)  # which are thousands
+    monkeypatch.setattr(tasks, "TaskManager", manager)
+    (folder / "made.yaml").write_text(MADE_TASK)
+    (folder / "made.py").write_text(MADE_TEXTS)
+    return f"harness --include_path {folder} --tasks made --method dense"
+
+
+def test_rulers_prompts_are_made_as_long_as_they_may_be_and_not_cut(cli, tmp_path, monkeypatch):
+    line = made_task(tmp_path, monkeypatch)
+    for options, limit in (
+        ("--length 96 --max_length 64", "--max_length 64"),
+        ("--length 600", "the model's 512"),
+    ):
+        told = cli.refusal(f"{line} {options}")
+        n = limit.split()[-1]
+        assert f" would be cut to {limit}; give --length {n}, which makes them" in told
+    (row,) = cli.json(f"{line} --length 64 --max_length 64")["rows"]
+    assert row["method"] == "dense" and "made" in row
+    assert "note: 1 of 1 prompts are cut on the left, to fit 64 tokens" in cli.err
+
+
+def test_a_task_that_needs_a_package_says_how_to_install_it(cli, tmp_path, monkeypatch):
+    line = made_task(tmp_path, monkeypatch)
+    with mock.patch.dict(sys.modules, {"wonderwords": None}):
+        told = cli.refusal(line)
+    assert told.startswith("error: --tasks made: a package is missing (")
+    assert "wonderwords" in told and told.endswith(': pip install "lm-eval[hf,ruler]"\n')
+    readme = (test_all.ROOT / "README.md").read_text()
+    assert harness.INSTALL in readme and harness.INSTALL in harness.__doc__
+
+
+# ----------------------------------------------------------------- Ctrl-C with several processes
+
+
+def test_ctrl_c_ends_a_chat_of_several_processes_in_all_of_them(folder, monkeypatch, capsys):
+    """One that noted it would stop at a token of its own, and the others wait for it."""
+    talk = started_chat(folder)
+    monkeypatch.setattr(generate, "is_one_of_several_processes", lambda: True)
+    step = generate.Engine.step
+
+    def step_and_press(engine) -> None:
+        step(engine)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.Engine, "step", step_and_press)
+        with pytest.raises(KeyboardInterrupt):
+            chat.print_answer(talk, "hello")
+    # At the prompt, too: the other processes wait for the line.
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(readline=mock.Mock(side_effect=KeyboardInterrupt))
+    )
+    args = chat.parse_args(["--checkpoint", str(folder), "--device", "cpu"])
+    with pytest.raises(KeyboardInterrupt):
+        chat.run_chat(args)
 
 
 if __name__ == "__main__":  # a process of a test of several ranks

@@ -1,20 +1,36 @@
-"""generate() of transformers, over the compressed caches of this project.
+"""`generate()` of transformers, over the compressed caches of this project.
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER).to("cuda")
     cache = compress(model, "sals", batch_size=4, max_seq_length=4096)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to("cuda")
-    tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
+    tokens = model.generate(**inputs, max_new_tokens=100)
     print(cache.report())  # its bytes
 
-Only its attention becomes ours, with what the method folds into weights. A forward of several
-tokens reads a prompt, or more of it, row by row, by `Cache.prefill`. One of a token each is a step,
-by `Cache.decode`. Left padding enters no cache; its attention is zero.
+Only the model's attention becomes ours, together with what the method folds into weights. A
+forward of several tokens reads a prompt, or more of it, row by row, by `Cache.prefill`. A forward
+of one token for each row is a step, by `Cache.decode`. Left padding enters no cache; its attention
+is zero.
+
+A forward of your own names the cache: model(ids, cache=cache), or past_key_values=cache in versions
+of transformers that have this name for it. `crop` then takes the cache back, for example to the end
+of a context about which there are several questions:
+
+    model(context_ids, cache=cache)
+    n = cache.get_seq_length()
+    for question_ids in questions:
+        logits = model(question_ids, cache=cache).logits
+        ...  # and a forward for each token of the answer
+        cache.crop(n)
+
+So does the pipeline of kvpress, once its `_remove_answer_from_cache(cache, cache_seq_lengths)` is
+`cache.crop(cache_seq_lengths[0])`.
 """
 
 import functools
 import inspect
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +42,21 @@ from compress import (
     Artifact,
     Cache,
     CacheContext,
+    ChannelKeys,
+    RaggedStore,
+    RingStore,
+    Store,
+    TokenStore,
     cache_bytes,
+    copy_by_kernel,
     load_artifact,
     method_named,
     settings_from,
 )
-from generate import check_capacity, check_memory, import_hopper
+from generate import check_capacity, check_memory, copy_to_cpu, import_hopper
 from model import (
     Llama,
+    ModelConfig,
     UserError,
     config_from_hf,
     find_weights,
@@ -42,56 +65,179 @@ from model import (
     weight_slots,
 )
 
+# ------------------------------------------------------------------------------- going back in time
+
+
+def parts_by_position(store: Store, max_seq_length: int) -> list[str]:
+    """The names of a store's parts in which each token has a place of its own, by its position.
+    What lies there beyond a row's length is never read, so that a row goes back by its length."""
+    if isinstance(store, RaggedStore):
+        return list(store.row_state(0, 1))
+    if isinstance(store, ChannelKeys):
+        return ["codes", "min_and_scale"]  # the keys of an unfinished block lie in a ring
+    is_ring = isinstance(store, RingStore)
+    if isinstance(store, TokenStore) and not is_ring and store.n_tokens >= max_seq_length:
+        return list(store.layout())
+    return []
+
+
+def overwritten_state(cache: Cache, row: int, length: int) -> dict[str, Tensor]:
+    """Views of all that later tokens overwrite of a row of `length` tokens, by name.
+
+    It is empty for a cache that can go back to any length, as the dense one."""
+    state = cache.row_state(row, length)
+    for name, store in cache.named_modules():
+        if isinstance(store, Store):
+            for part in parts_by_position(store, cache.context.max_seq_length):
+                state.pop(f"{name}.{part}", None)
+    return state
+
+
+class Reading(NamedTuple):
+    """The state after a forward that read several tokens, to which a cache can go back."""
+
+    seen: int  # columns of the batch
+    overwritten: list[list[dict[str, Tensor]]]  # of each layer and row, copies
+
+
+# ---------------------------------------------------------------------------------------- the cache
+
 
 class CompressedCache(transformers.Cache):
-    """What generate() takes as past_key_values: our caches, one a layer, and how many tokens rows
-    have."""
+    """What transformers takes as its cache: one of ours for each layer, and how many tokens each
+    row has.
 
-    is_compileable = is_croppable = False
+    A batch has columns, which are a row's tokens after its padding. `seen` counts them."""
+
+    is_compileable = False
+    is_croppable = False  # which transformers asks for an assistant model
+    MOST_READINGS = 2  # those of a context, and of a question about it
 
     def __init__(self, context: CacheContext, caches: list[Cache]):
         super().__init__(layers=caches)
         self.context = context
+        self.is_generating = False
+        self.checks_positions = True
         self.reset()
 
     def reset(self) -> None:
         """Forgets all tokens. generate() does it first."""
+        self.seen = 0  # columns of the batch so far
         self.lengths: list[int] = []  # tokens of each row in use
-        self.seen = 0  # columns of the batch so far: a row's tokens with its padding
+        self.readings: list[Reading] = []  # the newest last
 
-    def begin(self, rows: int, n: int, mask: Tensor | None) -> None:
-        """Before a forward of n columns: which of them are tokens, by mask [rows, seen + n], 0 for
-        padding (None: all are). Raises UserError for what the caches cannot take in."""
-        c, old = self.context, self.lengths or [0] * rows
-        if rows > (most := len(self.lengths) or c.batch_size) or rows < len(old):
+    def begin(
+        self, rows: int, n: int, mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> None:
+        """Prepares a forward of n columns.
+
+        mask [rows, seen + n]: 0 for padding; None where all columns are tokens. position_ids
+        [rows or 1, n], or None: where the tokens stand. Raises UserError for what the caches cannot
+        take in."""
+        lengths = self.lengths or [0] * rows
+        most_rows = len(self.lengths) or self.context.batch_size
+        if rows > most_rows or rows < len(lengths):
             raise UserError(
-                f"{rows} rows for a cache of {most}; give compress() this batch_size (no beams)"
+                f"{rows} rows for a cache of {most_rows}; give compress() this batch_size "
+                "(no beams)"
             )
-        if mask is not None and tuple(mask.shape) != (rows, self.seen + n):
+        new = self.new_tokens(lengths, n, mask)
+        ends = [length + count for length, count in zip(lengths, new, strict=True)]
+        if max(ends) > self.context.max_seq_length:
+            raise UserError(
+                f"{max(ends)} tokens for a cache of {self.context.max_seq_length}; "
+                "give it a larger max_seq_length"
+            )
+        if position_ids is not None and self.checks_positions:
+            check_positions(position_ids, lengths, new, n)
+
+        self.lengths = lengths
+        self.new = new
+        self.ends = ends
+        self.columns = n
+        self.is_step = n == 1 and all(lengths)
+        idle = [0] * (self.context.batch_size - rows)
+        self.pos = torch.tensor(lengths + idle, dtype=torch.int32, device=self.context.device)
+
+    def new_tokens(self, lengths: list[int], n: int, mask: Tensor | None) -> list[int]:
+        """How many of n new columns are tokens, in each row. Raises UserError where they are not
+        the last ones."""
+        rows = len(lengths)
+        if mask is None:
+            return [n] * rows
+        if tuple(mask.shape) != (rows, self.seen + n):
             raise UserError(
                 f"the mask is not [{rows}, {self.seen + n}]; cache.reset() before a new prompt"
             )
-        real = torch.ones(rows, n).int() if mask is None else mask[:, self.seen :].ne(0).int().cpu()
-        self.new = real.sum(1).tolist()
-        pairs = [*zip(old, self.new, strict=True)]
-        if (real.diff(dim=1) < 0).any() or any(length and count < n for length, count in pairs):
+        is_token = mask[:, self.seen :].ne(0).int().cpu()
+        new = is_token.sum(1).tolist()
+        ends_early = bool((is_token.diff(dim=1) < 0).any())
+        for length, count in zip(lengths, new, strict=True):
+            if length > 0 and count < n:
+                ends_early = True
+        if ends_early:
             raise UserError(
                 "a row has padding after tokens; give the tokenizer padding_side='left'"
             )
-        self.lengths, self.ends, self.columns = old, [*map(sum, pairs)], n
-        if (longest := max(self.ends)) > c.max_seq_length:
-            raise UserError(
-                f"{longest} tokens for a cache of {c.max_seq_length}; "
-                "give it a larger max_seq_length"
-            )
-        self.is_step = n == 1 and all(old)
-        self.pos = torch.tensor(
-            old + [0] * (c.batch_size - rows), dtype=torch.int32, device=c.device
-        )
+        return new
 
     def finish(self, *_) -> None:
-        """After that forward."""
-        self.lengths, self.seen = self.ends, self.seen + self.columns
+        """Keeps the books after a forward."""
+        self.seen += self.columns
+        self.lengths = self.ends
+        if self.is_step:
+            return
+        overwritten = []
+        for cache in self.layers:
+            rows = []
+            for row, length in enumerate(self.lengths):
+                state = overwritten_state(cache, row, length)
+                rows.append({name: copy_to_cpu(x) for name, x in state.items()})
+            overwritten.append(rows)
+        self.readings.append(Reading(self.seen, overwritten))
+        del self.readings[: -self.MOST_READINGS]
+
+    def crop(self, n: int) -> None:
+        """Keeps the first n columns of the batch, if there are more; -n takes the last n off.
+
+        A method that keeps each token at a place of its own, as dense, Loki and FDC, can go back to
+        any column. The others overwrite some of what they hold, and can go back to the end of
+        either of the last two forwards of several tokens, such as a context's and a question's.
+        Raises UserError, and changes nothing, where a cache cannot go there."""
+        if self.is_generating:
+            self.refuse()
+        if n > self.seen:
+            return
+        kept = n if n > 0 else self.seen + n
+        if n == 0 or kept < 1:
+            raise UserError(f"crop({n}) of {self.seen} columns leaves none, or all; use reset()")
+        removed = self.seen - kept
+        lengths = [max(0, length - removed) for length in self.lengths]
+        if removed > 0 and not self.goes_back_anywhere():
+            self.restore(kept, lengths)
+        self.seen = kept
+        self.lengths = lengths
+        self.readings = [reading for reading in self.readings if reading.seen <= kept]
+
+    def goes_back_anywhere(self) -> bool:
+        """Does no cache overwrite what it holds?"""
+        return not any(overwritten_state(cache, row=0, length=1) for cache in self.layers)
+
+    def restore(self, kept: int, lengths: list[int]) -> None:
+        """Writes back what was overwritten since the batch had `kept` columns."""
+        for reading in self.readings:
+            if reading.seen == kept:
+                break
+        else:
+            ends = " or ".join(str(reading.seen) for reading in self.readings)
+            raise UserError(
+                f"this method's cache cannot go back to {kept} columns, since it has overwritten "
+                f"what they held; it can go back to {ends}, the ends of what was read last"
+            )
+        for cache, rows in zip(self.layers, reading.overwritten, strict=True):
+            for row, state in enumerate(rows):
+                for name, view in overwritten_state(cache, row, lengths[row]).items():
+                    copy_by_kernel(state[name], view)
 
     def report(self) -> dict[str, int]:
         """Bytes of all layers and rows, by the names of generate.py's report."""
@@ -100,56 +246,177 @@ class CompressedCache(transformers.Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
-    def refuse(self, *_, **__):
+    def refuse(self, *_, **__) -> NoReturn:
         raise UserError(
             "this cache's rows cannot be copied, reordered or cut: no beams, no assistant model"
         )
 
-    reorder_cache = crop = batch_repeat_interleave = batch_select_indices = refuse
-    activate_past_recording = update = refuse
+    reorder_cache = refuse
+    batch_repeat_interleave = refuse
+    batch_select_indices = refuse
+    activate_past_recording = refuse
+    update = refuse
+
+
+def check_positions(position_ids: Tensor, lengths: list[int], new: list[int], n: int) -> None:
+    """Raises UserError unless position_ids [rows or 1, n] are those at which the cache puts the
+    tokens: of a row of `lengths[row]` tokens those that follow, for its last `new[row]` columns."""
+    rows = len(lengths)
+    advice = "leave position_ids out"
+    if position_ids.shape not in ((rows, n), (1, n)):
+        found = list(position_ids.shape)
+        raise UserError(f"position_ids are {found}, not [{rows}, {n}]; {advice}")
+    given = position_ids.expand(rows, n).tolist()
+    for row in range(rows):
+        start = lengths[row]
+        expected = list(range(start, start + new[row]))
+        if given[row][n - new[row] :] != expected:
+            raise UserError(
+                f"the cache puts row {row}'s tokens at positions from {start} on, and cannot put "
+                f"them at other position_ids; {advice}"
+            )
 
 
 class CompressedAttention(nn.Module):
-    """A layer's attention as transformers calls it: hidden states [rows, n, dim] -> the same, and
-    None."""
+    """The attention of one layer, as transformers calls it: hidden states [rows, n, dim] -> the
+    same shape, and None."""
 
     def __init__(self, attention: nn.Module, cache: Cache, shared: CompressedCache):
         super().__init__()
-        self.attention, self.shared = attention, shared
-        # a module in it would be the model's
-        self.prefill, self.decode = cache.prefill, cache.decode
+        self.attention = attention
+        self.shared = shared
+        # Its methods alone: a cache that is a module in here would become a part of the model.
+        self.prefill = cache.prefill
+        self.decode = cache.decode
 
     def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
-        state, out = self.shared, torch.zeros_like(hidden_states)
-        if state.is_step:  # of all rows of the caches
-            x = F.pad(hidden_states[:, 0], (0, 0, 0, len(state.pos) - len(out)))
-            return self.attention(x, partial(self.decode, state.pos))[: len(out), None], None
-        for row, (start, n) in enumerate(zip(state.lengths, state.new, strict=True)):
-            if n:
+        if self.shared.is_step:
+            return self.step(hidden_states), None
+        return self.read(hidden_states), None
+
+    def step(self, hidden_states: Tensor) -> Tensor:
+        """One token of each row, [rows, 1, dim]. The caches decode all of their rows."""
+        rows = len(hidden_states)
+        pos = self.shared.pos
+        x = F.pad(hidden_states[:, 0], (0, 0, 0, len(pos) - rows))  # [B, dim]
+        out = self.attention(x, partial(self.decode, pos))
+        return out[:rows, None]
+
+    def read(self, hidden_states: Tensor) -> Tensor:
+        """Several tokens, the last `new[row]` columns of each row."""
+        out = torch.zeros_like(hidden_states)
+        for row, start in enumerate(self.shared.lengths):
+            n = self.shared.new[row]
+            if n > 0:
                 prefill = partial(self.prefill, row, start)
                 out[row, -n:] = self.attention(hidden_states[row, -n:], prefill)
-        return out, None
+        return out
+
+
+# --------------------------------------------------------------------------- what compress() checks
+
+
+def empty_model(hf_model: transformers.PreTrainedModel, config: ModelConfig) -> Llama:
+    """Our model of the same shape and dtype, without memory but for its last norm, which says the
+    device."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model = model.to(hf_model.dtype).requires_grad_(False)
+    model.norm.to_empty(device=hf_model.device)
+    return model
+
+
+def check_weights(model: Llama, weights: dict[str, Tensor]) -> None:
+    """Raises UserError unless transformers' `weights` have all of the attention, on one device."""
+    for name, _ in sorted(weight_slots(model), key=lambda slot: slot[0]):
+        if ".self_attn." in name and name not in weights:
+            raise UserError(f"the model has no {name}; load it anew, without adapters")
+    devices = {parameter.device for parameter in weights.values()}
+    if len(devices) > 1:
+        raise UserError("the model lies on several devices; load it on one")
 
 
 def checked_artifact(
     folder: Path, method: str, model: Llama, weights: dict[str, Tensor]
 ) -> Artifact:
-    """The method's artifact in a folder; UserError if it or transformers' `weights` are another
-    model's."""
+    """The method's artifact in a folder. Raises UserError where the artifact, or the folder, is of
+    another model than transformers' `weights`."""
     if method_named(method).fit:
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"{folder}: no checkpoint; give compress() the folder that calibrate.py fit read"
             )
         files = weight_files(folder)
-        found, model.fingerprint = find_weights(files, model.config), fingerprint(files)
+        found = find_weights(files, model.config)
+        model.fingerprint = fingerprint(files)
         for name, slot in weight_slots(model, "layers.0.attention"):
             with safe_open(found[name], "pt") as file:
-                if not torch.equal(file.get_tensor(name).to(slot.dtype), weights[name].cpu()):
-                    raise UserError(
-                        f"{folder}: {name} is not the model's; give the folder that it came from"
-                    )
+                stored = file.get_tensor(name).to(slot.dtype)
+            if not torch.equal(stored, weights[name].cpu()):
+                raise UserError(
+                    f"{folder}: {name} is not the model's; give the folder that it came from"
+                )
     return load_artifact(folder, method, model)
+
+
+# ------------------------------------------------------------------------------ what it does to one
+
+
+def move_attention(
+    hf_model: transformers.PreTrainedModel, model: Llama, weights: dict[str, Tensor]
+) -> None:
+    """Copies the weights of each layer's attention to our model, and takes it out of transformers'.
+    A layer's memory becomes free before the next layer is copied."""
+    for i, layer in enumerate(hf_model.base_model.layers):
+        model.layers[i].attention.to_empty(device=hf_model.device)
+        for name, slot in weight_slots(model, f"layers.{i}.attention"):
+            slot.copy_(weights.pop(name))
+        layer.self_attn = None
+
+
+def put_attention(
+    hf_model: transformers.PreTrainedModel, model: Llama, cache: CompressedCache
+) -> None:
+    """Makes our attention, over its cache, that of each layer of transformers' model."""
+    for i, layer in enumerate(hf_model.base_model.layers):
+        attention = model.layers[i].attention
+        layer.self_attn = CompressedAttention(attention, cache.layers[i], cache)
+
+
+def watch_forwards(inner: nn.Module, cache: CompressedCache) -> str:
+    """Makes every forward of the model without its head tell the cache what it reads -> what this
+    version of transformers calls the cache."""
+    names = list(inspect.signature(inner.forward).parameters)
+    cache_name = "cache" if "cache" in names else "past_key_values"
+
+    def begin(_, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if cache_name not in given and "past_key_values" in given:
+            given[cache_name] = given.pop("past_key_values")  # its older name
+        if given.get("use_cache") is False or given.get(cache_name) is not cache:
+            raise UserError(
+                f"the model runs over its compressed cache alone: give it {cache_name}=cache"
+            )
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given["inputs_embeds"]
+        rows, n = tokens.shape[:2]
+        cache.begin(rows, n, given.get("attention_mask"), given.get("position_ids"))
+        # Of a mask of two dims transformers makes one of all pairs of tokens. One of four dims it
+        # takes as it is.
+        given["attention_mask"] = tokens.new_zeros(1, 1, 1, 1)
+        return (), given
+
+    inner.register_forward_pre_hook(begin, with_kwargs=True)
+    inner.register_forward_hook(cache.finish)
+    return cache_name
+
+
+def refuse_to_save(*_, **__) -> NoReturn:
+    raise UserError(
+        "a compressed model cannot be saved: a method may have changed its weights; save it before "
+        "compress()"
+    )
 
 
 def compress(
@@ -162,64 +429,53 @@ def compress(
     **settings,
 ) -> CompressedCache:
     """Makes a Llama, Mistral, Qwen2, Qwen3 or Phi-3 run over a method's caches, of batch_size rows
-    of at most max_seq_length tokens -> what generate() takes as past_key_values, and takes by
-    itself where it is given none.
+    of at most max_seq_length tokens. Returns the cache, which generate() takes by itself.
 
-    The model lies on its device, in its dtype, and stays changed. Each generate() starts anew; it
-    may have fewer rows. folder: of the checkpoint and the artifact (None: where the model came
-    from). settings: as on the command line. Raises UserError, before the model is changed, where
-    these do not fit one another."""
-    chosen, config = settings_from(method, settings), config_from_hf(hf_model.config.to_dict())
-    inner, generate = hf_model.base_model, hf_model.generate
+    The model stays changed, on its device and in its dtype, and can no longer be saved. Each
+    generate() starts anew; it may have fewer rows. folder: of the checkpoint and the artifact
+    (None: where the model came from). settings: as on the command line. Raises UserError, before
+    the model is changed, where these do not fit one another."""
+    chosen = settings_from(method, settings)
+    config = config_from_hf(hf_model.config.to_dict())
+    inner = hf_model.base_model
     weights = {f"model.{name}": parameter for name, parameter in inner.named_parameters()}
-    with torch.device("meta"):
-        model = Llama(config).to(hf_model.dtype).requires_grad_(False)
-    if (
-        lacking := {name for name, _ in weight_slots(model) if ".self_attn." in name}
-        - weights.keys()
-    ):
-        raise UserError(f"the model has no {min(lacking)}; load it anew, without adapters")
-    if len({parameter.device for parameter in weights.values()}) > 1:
-        raise UserError("the model lies on several devices; load it on one")
-    model.norm.to_empty(device=hf_model.device)
+
+    # 1. What cannot work is refused.
+    model = empty_model(hf_model, config)
+    check_weights(model, weights)
     artifact = checked_artifact(Path(folder or hf_model.name_or_path), method, model, weights)
     check_capacity(max_seq_length, config, "max_seq_length")
     check_memory(model, method, chosen, artifact, batch_size, max_seq_length)
 
+    # 2. The attention becomes ours. Caches are built once it has weights, which they may fold.
     hf_model.eval().requires_grad_(False)
-    for i, layer in enumerate(inner.layers):
-        model.layers[i].attention.to_empty(device=hf_model.device)
-        for name, slot in weight_slots(model, f"layers.{i}.attention"):
-            slot.copy_(weights.pop(name))
-        layer.self_attn = None  # its memory becomes free
+    move_attention(hf_model, model, weights)
     context = CacheContext(model, batch_size, max_seq_length)
     if context.kernel:
         import_hopper(context.device)
-    cache = CompressedCache(context, method_named(method).build(model, chosen, context, artifact))
-    for layer, ours, own in zip(inner.layers, model.layers, cache.layers, strict=True):
-        layer.self_attn = CompressedAttention(ours.attention, own, cache)
-    name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
+    caches = method_named(method).build(model, chosen, context, artifact)
+    cache = CompressedCache(context, caches)
+    put_attention(hf_model, model, cache)
 
-    def begin(_, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if kwargs.get("use_cache") is False or kwargs.get(name) is not cache:
-            raise UserError(
-                "the model runs over its compressed cache alone: give it past_key_values=cache"
-            )
-        inputs = *args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        tokens = next(x for x in inputs if x is not None)
-        cache.begin(*tokens.shape[:2], kwargs.get("attention_mask"))
-        # Of a mask of two dims transformers makes one of all pairs of tokens. One of four it takes
-        # as it is.
-        return args, kwargs | {"attention_mask": tokens.new_zeros(1, 1, 1, 1)}
-
-    inner.register_forward_pre_hook(begin, with_kwargs=True)
-    inner.register_forward_hook(cache.finish)
+    # 3. What one calls.
+    cache_name = watch_forwards(inner, cache)
+    generate = hf_model.generate
 
     @functools.wraps(generate)
     def generate_anew(*args, **kwargs):
         cache.reset()
-        given = {"cache", "past_key_values"} & kwargs.keys()
-        return generate(*args, **kwargs if given else kwargs | {name: cache})
+        if "cache" not in kwargs and "past_key_values" not in kwargs:
+            kwargs[cache_name] = cache
+        cache.is_generating = True
+        # Those that transformers makes itself count from the padding on where it reads in chunks.
+        cache.checks_positions = "position_ids" in kwargs
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            cache.is_generating = False
+            cache.checks_positions = True
 
     hf_model.generate = generate_anew
+    for part in (hf_model, inner):
+        part.save_pretrained = refuse_to_save
     return cache
