@@ -1249,6 +1249,116 @@ def test_mixed_codes_are_int8_numbers_with_one_scale():
     assert lost[0] < 2e-4 and 0.0105 < lost[1] < 0.015
 
 
+# ------------------------------------------------------------------------ codes, settings, refusals
+
+
+def test_group_scores_rank_weights_that_underflow():
+    loud = kernels.group_scores(
+        torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0
+    )
+    assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
+
+
+@pytest.mark.parametrize(
+    "head_dim, bits, dtype",
+    pairwise([16, 64, 96, 128, 160], [2, 4], [torch.float32, torch.float16]),
+)
+def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
+    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16,
+    too."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
+    codes, low_scale = quantize(x, bits, min(32, head_dim))
+    decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
+    mixed = compress.mix_codes(weights, codes, low_scale, bits)
+    assert error(mixed, weights @ decoded) < 1e-5
+    codes, scale = kernels.quantize_int8(x)
+    q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
+    logits = kernels.token_logits(q, codes, scale[..., 0])
+    assert error(logits.float(), q.float() @ (codes * scale).mT) < (
+        1e-5 if dtype == torch.float32 else 2e-3
+    )
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_methods_run_from_the_command_line(method, options, cli):
+    """Every setting is an option; the plan of their memory and the ledger agree; --json has
+    them."""
+    line = f"generate --method {method} --prompt 70 --prompt 5 --max_new_tokens 8"
+    for name, value in options.items():
+        flag = f" --no-{name}" if value is False else f" --{name}"
+        line += flag if isinstance(value, bool) else f"{flag} '{value}'"
+    report = cli.json(line)
+    assert options.items() <= report["settings"].items() and report["bytes_read_per_step"] > 0
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
+
+
+REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
+    ("topk", {"keep": 0}, r"--keep 0: give a number in \(0, inf\)"),
+    ("sals", {"keep": 0.25}, "--keep 0.25 of 80 tokens is fewer than 4 sinks and 64 recent"),
+    ("sals", {"variant": "paper", "score": "softmax"}, "leave --score out"),
+    ("kivi", {"residual": 48}, "a multiple of 32"),
+    ("elitekv", {}, "q/k norms", {"qk_norm": True}),
+    ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
+    ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
+    # narrower than a tensor core's tile
+    ("dense", {"kernel": True}, "--no-kernels", {"head_dim": 8}),
+]
+
+
+@over("case", lambda tests: tests.REFUSED_SETTINGS)
+def test_methods_refuse_what_does_not_fit(case):
+    method, options, message, *changes = case
+    with pytest.raises(UserError, match=message) as caught:
+        make_engine(tiny_model(**dict(*changes)).to(DEVICE), method, 1, 80, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
+@over("method", lambda tests: tests.METHODS)
+def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_layers, tokens):
+    """A default gives way to a small model or a short context; only what was asked for is
+    refused."""
+    model = tiny_model(head_dim=head_dim, n_layers=n_layers)
+    artifact = compress.random_artifact(method, model.config)
+    engine = make_engine(model, method, 1, tokens, artifact)
+    assert logits_through(engine, [random_ids(tokens - 2)], [[7]]).isfinite().all()
+    assert (
+        sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
+    )
+
+
+@over("method", lambda tests: tests.METHODS)
+def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
+    numbers = [
+        f.name for f in dataclasses.fields(method_named(method).settings) if f.type in (int, float)
+    ]
+    for name, value in itertools.product(numbers, (1 << 31, 1 << 62, -1)):
+        started = time.time()
+        with contextlib.suppress(UserError):
+            engine = make_engine(tiny_model(), method, 1, 60, **{name: value})
+            assert logits_through(engine, [random_ids(50)], [[7]]).isfinite().all()
+            assert (
+                sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches) < 1 << 22
+            )
+        assert time.time() - started < 20
+
+
+# ---------------------------------------------------------------------------------- Loki invariants
+
+
+def test_loki_fit_is_a_centred_pca_of_each_head():
+    model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
+    model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
+    tensors, _ = calibrate.fit_loki(model, tokens)
+    every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
+    tables = rope_tables(model.config, 64, CPU)
+    for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
+        keys = keys.flatten(0, 1)[:, 1].double()  # of head 1
+        values = tensors[f"{kind}.eigenvalues"][2, 1].double()
+        assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
+
+
 # ---------------------------------------------------------------------------------- SALS invariants
 
 
@@ -1443,6 +1553,151 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch
     assert len(seen) == 4
 
 
+# ---------------------------------------------------------------------------------- LRQK invariants
+
+
+def explicit_lrqk(q, k, a_q, a_k, rounds: int):
+    """A_Q and A_K of Alg. 1 as it is written, on A_Q and A_K themselves."""
+    solve = torch.linalg.solve
+    for _ in range(rounds):
+        b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
+        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
+        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
+    return a_q, a_k
+
+
+def test_lrqk_moments_count_every_token():
+    x = torch.randn(5000, 2, 3, 4)  # more than one part
+    (gram, total), rows = compress.lrqk_moments(x), x.double().transpose(0, 1).flatten(1, 2)
+    assert error(gram, compress.add_ridge(rows.mT @ rows, 1e-6)) < 1e-12
+    assert error(total, rows.abs().sum(1)) < 1e-12
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
+    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q
+    R_K^T. The closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal
+    diagonal Grams."""
+    monkeypatch.setattr(compress, "add_ridge", lambda m, fraction: m)
+    generator = torch.Generator().manual_seed(group)
+    q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
+    mix = orthonormal(16).double() * torch.logspace(1, -1, 16, dtype=torch.float64)
+    q, k = q @ mix, k[:, :300] @ mix.roll(1, 1)  # of two KV heads, of falling spectra
+    grams = [x.mT @ x for x in (q, k)]
+    best, whole = compress.lrqk_optimum(*grams, 6), q @ k.mT
+    kept, tail = (q @ best[0]) @ (k @ best[1]).mT, torch.linalg.svdvals(whole)[:, 6:].square().sum()
+    assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
+    made = [w.mT @ g @ w for w, g in zip(best, grams, strict=True)]
+    diagonal = made[0].diagonal(dim1=1, dim2=2)
+    assert error(made[0], made[1]) < 1e-6 and error(torch.diag_embed(diagonal), made[0]) < 1e-6
+    assert (diagonal.diff(dim=1) <= 0).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 1.5, 2])
+def test_lrqk_slot_table(ratio):
+    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits
+    stay where they are, exactly the selected are stamped and hold host memory's bytes, and what
+    goes is what was unused for the longest time. With C = k the residents are the selection."""
+    B, heads, S, k, D = 2, 3, 80, 8, 4
+    C, rng = int(ratio * k), np.random.default_rng(0)
+    rows, hot = torch.randn(B, heads, S, 2 * D), torch.zeros(B, heads, C, 2 * D)  # K and V
+    slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
+    used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
+    for step in range(60):
+        scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
+        scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
+        best, index = scores.topk(k, sorted=False)
+        live = best > -torch.inf
+        # as compress.LrqkCache.fetch has it: a position without a slot
+        index = index.where(live, S - 1)
+        now = torch.tensor(step, dtype=torch.int32)
+        place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
+        kernels.fetch_rows_reference(rows, index, place, miss, hot)
+        for where, old in used.items():
+            chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
+            slots = (pos_of[where] >= 0).nonzero()[:, 0]
+            places = pos_of[where][slots]
+            assert torch.equal(slot_of[where][places], slots.int())
+            assert (slot_of[where] >= 0).sum() == len(slots)
+            assert missed == chosen - set(old)
+            gone, idle = set(old) - set(places.tolist()), set(old) - chosen
+            oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
+            assert sorted(old[p] for p in gone) == oldest  # ties aside
+            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(
+                chosen, step
+            )
+            assert (
+                dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
+            )
+            assert torch.equal(hot[where][slots], rows[where][places])
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
+    """Invariant 9: no hit/miss (slots 0), or more slots: the same."""
+    options, qkv = {"rank": 6, "k": 10, "recent": 5, "variant": variant}, stream(64)
+    caches = [
+        row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)
+    ]
+    cache = caches[0]
+    for each in caches:
+        reads(each, 40, *qkv)
+    for n in range(40, 60):
+        truth = step(cache, n, *qkv)
+        for other in caches[1:]:
+            assert error(step(other, n, *qkv), truth) < 1e-5
+    assert cache.bytes_host() == 4 * 64 * 2 * 16 * 4  # K and V of all tokens
+    rates = [c.miss_rate() for c in caches]
+    assert 0 < rates[1] < rates[0] < rates[2] == 1
+    for n in (20, 40):  # rates begin anew with a prompt
+        reads(cache, n, *qkv)
+        for pos in range(n, n + 20):
+            step(cache, pos, *qkv)
+    assert cache.miss_rate() == rates[0]
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqks_proxies_fit_fp16_where_its_keys_do(variant):
+    """Of keys near fp16's largest number, 65504."""
+    cache = row_cache("lrqk", tiny_model().half(), 1, 80, rank=8, k=20, recent=8, variant=variant)
+    q, k, v = (
+        x + bias * (torch.arange(16) == 3)
+        for x, bias in zip(stream(80), (300, 6e4, 0), strict=True)
+    )
+    qkv = [x.half() for x in (q, k, v)]
+    reads(cache, 60, *qkv)
+    assert all(step(cache, n, *qkv).isfinite().all() for n in range(60, 80))
+    assert cache.a_k.abs().max() <= 1.01 * cache.kv.vectors.abs().max() < torch.inf
+
+
+def test_lrqk_says_that_weights_are_damaged():
+    model = tiny_model()
+    model.layers[1].attention.wqkv.weight[130:140] = 3e38  # of the keys
+    with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
+        make_engine(model, "lrqk", 1, 60, rank=6).prefill([random_ids(40)])
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqk_writes_a_follow_up_as_decode_does(variant):
+    """By the prompt's bases. The paper's bases follow each step: there by least squares on them."""
+    (once, qkv), (steps, _) = (
+        scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2)
+    )
+    once.prefill(0, 40, *(x[40:] for x in qkv))
+    for n in range(40, 60):
+        step(steps, n, *qkv)
+    assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
+    for exact in zip(once.exact, steps.exact, strict=True):
+        assert torch.allclose(*(store.vectors for store in exact), atol=1e-5)
+    if variant == "ours":
+        assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
+        stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
+        assert torch.equal(*(places.sort(-1).values for places in stamped))
+    residual = once.kv.vectors[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
+    across = residual @ once.basis_k.mT
+    assert variant == "ours" or across.abs().max() < 1e-3 * residual.abs().max()
+
+
 # ------------------------------------------------------------------------------------------ EliteKV
 
 
@@ -1635,261 +1890,6 @@ def test_the_trial_of_fit_leaves_the_model_as_it_was():
     method_named("elitekv").fold_all(model, compress.EliteSettings(8, 48), tensors)
     assert calibrate.full_passes(model, tokens)[1] == pytest.approx(dense, rel=1e-3)
     put_back()
-
-
-# ------------------------------------------------------------------------ codes, settings, refusals
-
-
-def test_group_scores_rank_weights_that_underflow():
-    loud = kernels.group_scores(
-        torch.tensor([0.0, -500, -400]).view(1, 1, 1, 3), torch.ones(1, 3) > 0
-    )
-    assert loud[0, 0].argsort().tolist() == [1, 2, 0]  # as weights the last two would both be 0
-
-
-@pytest.mark.parametrize(
-    "head_dim, bits, dtype",
-    pairwise([16, 64, 96, 128, 160], [2, 4], [torch.float32, torch.float16]),
-)
-def test_codes_that_are_multiplied_equal_codes_that_are_decoded(head_dim, bits, dtype):
-    """Values in runs of channels, latents in int8 and keys in KIVI's groups; large queries in fp16,
-    too."""
-    torch.manual_seed(0)
-    x, weights = torch.randn(2, 3, 40, head_dim), torch.rand(2, 3, 4, 40)
-    codes, low_scale = quantize(x, bits, min(32, head_dim))
-    decoded = compress.dequantize(codes, low_scale, bits, min(32, head_dim), torch.float32)
-    mixed = compress.mix_codes(weights, codes, low_scale, bits)
-    assert error(mixed, weights @ decoded) < 1e-5
-    codes, scale = kernels.quantize_int8(x)
-    q = (30 * torch.sign(x[:, :, :4])).to(dtype)  # along a key, so that the sums are large
-    logits = kernels.token_logits(q, codes, scale[..., 0])
-    assert error(logits.float(), q.float() @ (codes * scale).mT) < (
-        1e-5 if dtype == torch.float32 else 2e-3
-    )
-
-
-@over("method, options", lambda tests: tests.CASES)
-def test_methods_run_from_the_command_line(method, options, cli):
-    """Every setting is an option; the plan of their memory and the ledger agree; --json has
-    them."""
-    line = f"generate --method {method} --prompt 70 --prompt 5 --max_new_tokens 8"
-    for name, value in options.items():
-        flag = f" --no-{name}" if value is False else f" --{name}"
-        line += flag if isinstance(value, bool) else f"{flag} '{value}'"
-    report = cli.json(line)
-    assert options.items() <= report["settings"].items() and report["bytes_read_per_step"] > 0
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
-
-
-REFUSED_SETTINGS = [  # method, options, the message, and changes to the model if any
-    ("topk", {"keep": 0}, r"--keep 0: give a number in \(0, inf\)"),
-    ("sals", {"keep": 0.25}, "--keep 0.25 of 80 tokens is fewer than 4 sinks and 64 recent"),
-    ("sals", {"variant": "paper", "score": "softmax"}, "leave --score out"),
-    ("kivi", {"residual": 48}, "a multiple of 32"),
-    ("elitekv", {}, "q/k norms", {"qk_norm": True}),
-    ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
-    ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
-    # narrower than a tensor core's tile
-    ("dense", {"kernel": True}, "--no-kernels", {"head_dim": 8}),
-]
-
-
-@over("case", lambda tests: tests.REFUSED_SETTINGS)
-def test_methods_refuse_what_does_not_fit(case):
-    method, options, message, *changes = case
-    with pytest.raises(UserError, match=message) as caught:
-        make_engine(tiny_model(**dict(*changes)).to(DEVICE), method, 1, 80, **options)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("head_dim, n_layers, tokens", [(8, 2, 24), (16, 1, 24), (8, 2, 3)])
-@over("method", lambda tests: tests.METHODS)
-def test_every_method_runs_at_its_defaults_on_a_small_model(method, head_dim, n_layers, tokens):
-    """A default gives way to a small model or a short context; only what was asked for is
-    refused."""
-    model = tiny_model(head_dim=head_dim, n_layers=n_layers)
-    artifact = compress.random_artifact(method, model.config)
-    engine = make_engine(model, method, 1, tokens, artifact)
-    assert logits_through(engine, [random_ids(tokens - 2)], [[7]]).isfinite().all()
-    assert (
-        sum(getattr(compress.settings_from(method, {}), "budget", lambda n: [n])(tokens)) <= tokens
-    )
-
-
-@over("method", lambda tests: tests.METHODS)
-def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
-    numbers = [
-        f.name for f in dataclasses.fields(method_named(method).settings) if f.type in (int, float)
-    ]
-    for name, value in itertools.product(numbers, (1 << 31, 1 << 62, -1)):
-        started = time.time()
-        with contextlib.suppress(UserError):
-            engine = make_engine(tiny_model(), method, 1, 60, **{name: value})
-            assert logits_through(engine, [random_ids(50)], [[7]]).isfinite().all()
-            assert (
-                sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches) < 1 << 22
-            )
-        assert time.time() - started < 20
-
-
-# ---------------------------------------------------------------------------------- Loki invariants
-
-
-def test_loki_fit_is_a_centred_pca_of_each_head():
-    model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
-    model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
-    tensors, _ = calibrate.fit_loki(model, tokens)
-    every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
-    tables = rope_tables(model.config, 64, CPU)
-    for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
-        keys = keys.flatten(0, 1)[:, 1].double()  # of head 1
-        values = tensors[f"{kind}.eigenvalues"][2, 1].double()
-        assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
-
-
-# ---------------------------------------------------------------------------------- LRQK invariants
-
-
-def explicit_lrqk(q, k, a_q, a_k, rounds: int):
-    """A_Q and A_K of Alg. 1 as it is written, on A_Q and A_K themselves."""
-    solve = torch.linalg.solve
-    for _ in range(rounds):
-        b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
-        a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
-        a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
-    return a_q, a_k
-
-
-def test_lrqk_moments_count_every_token():
-    x = torch.randn(5000, 2, 3, 4)  # more than one part
-    (gram, total), rows = compress.lrqk_moments(x), x.double().transpose(0, 1).flatten(1, 2)
-    assert error(gram, compress.add_ridge(rows.mT @ rows, 1e-6)) < 1e-12
-    assert error(total, rows.abs().sum(1)) < 1e-12
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
-    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q
-    R_K^T. The closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal
-    diagonal Grams."""
-    monkeypatch.setattr(compress, "add_ridge", lambda m, fraction: m)
-    generator = torch.Generator().manual_seed(group)
-    q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
-    mix = orthonormal(16).double() * torch.logspace(1, -1, 16, dtype=torch.float64)
-    q, k = q @ mix, k[:, :300] @ mix.roll(1, 1)  # of two KV heads, of falling spectra
-    grams = [x.mT @ x for x in (q, k)]
-    best, whole = compress.lrqk_optimum(*grams, 6), q @ k.mT
-    kept, tail = (q @ best[0]) @ (k @ best[1]).mT, torch.linalg.svdvals(whole)[:, 6:].square().sum()
-    assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
-    made = [w.mT @ g @ w for w, g in zip(best, grams, strict=True)]
-    diagonal = made[0].diagonal(dim1=1, dim2=2)
-    assert error(made[0], made[1]) < 1e-6 and error(torch.diag_embed(diagonal), made[0]) < 1e-6
-    assert (diagonal.diff(dim=1) <= 0).all()
-
-
-@pytest.mark.parametrize("ratio", [1, 1.5, 2])
-def test_lrqk_slot_table(ratio):
-    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits
-    stay where they are, exactly the selected are stamped and hold host memory's bytes, and what
-    goes is what was unused for the longest time. With C = k the residents are the selection."""
-    B, heads, S, k, D = 2, 3, 80, 8, 4
-    C, rng = int(ratio * k), np.random.default_rng(0)
-    rows, hot = torch.randn(B, heads, S, 2 * D), torch.zeros(B, heads, C, 2 * D)  # K and V
-    slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
-    used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
-    for step in range(60):
-        scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
-        scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
-        best, index = scores.topk(k, sorted=False)
-        live = best > -torch.inf
-        # as compress.LrqkCache.fetch has it: a position without a slot
-        index = index.where(live, S - 1)
-        now = torch.tensor(step, dtype=torch.int32)
-        place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
-        kernels.fetch_rows_reference(rows, index, place, miss, hot)
-        for where, old in used.items():
-            chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
-            slots = (pos_of[where] >= 0).nonzero()[:, 0]
-            places = pos_of[where][slots]
-            assert torch.equal(slot_of[where][places], slots.int())
-            assert (slot_of[where] >= 0).sum() == len(slots)
-            assert missed == chosen - set(old)
-            gone, idle = set(old) - set(places.tolist()), set(old) - chosen
-            oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
-            assert sorted(old[p] for p in gone) == oldest  # ties aside
-            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(
-                chosen, step
-            )
-            assert (
-                dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
-            )
-            assert torch.equal(hot[where][slots], rows[where][places])
-
-
-@pytest.mark.parametrize("variant", compress.VARIANTS)
-def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
-    """Invariant 9: no hit/miss (slots 0), or more slots: the same."""
-    options, qkv = {"rank": 6, "k": 10, "recent": 5, "variant": variant}, stream(64)
-    caches = [
-        row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)
-    ]
-    cache = caches[0]
-    for each in caches:
-        reads(each, 40, *qkv)
-    for n in range(40, 60):
-        truth = step(cache, n, *qkv)
-        for other in caches[1:]:
-            assert error(step(other, n, *qkv), truth) < 1e-5
-    assert cache.bytes_host() == 4 * 64 * 2 * 16 * 4  # K and V of all tokens
-    rates = [c.miss_rate() for c in caches]
-    assert 0 < rates[1] < rates[0] < rates[2] == 1
-    for n in (20, 40):  # rates begin anew with a prompt
-        reads(cache, n, *qkv)
-        for pos in range(n, n + 20):
-            step(cache, pos, *qkv)
-    assert cache.miss_rate() == rates[0]
-
-
-@pytest.mark.parametrize("variant", compress.VARIANTS)
-def test_lrqks_proxies_fit_fp16_where_its_keys_do(variant):
-    """Of keys near fp16's largest number, 65504."""
-    cache = row_cache("lrqk", tiny_model().half(), 1, 80, rank=8, k=20, recent=8, variant=variant)
-    q, k, v = (
-        x + bias * (torch.arange(16) == 3)
-        for x, bias in zip(stream(80), (300, 6e4, 0), strict=True)
-    )
-    qkv = [x.half() for x in (q, k, v)]
-    reads(cache, 60, *qkv)
-    assert all(step(cache, n, *qkv).isfinite().all() for n in range(60, 80))
-    assert cache.a_k.abs().max() <= 1.01 * cache.kv.vectors.abs().max() < torch.inf
-
-
-def test_lrqk_says_that_weights_are_damaged():
-    model = tiny_model()
-    model.layers[1].attention.wqkv.weight[130:140] = 3e38  # of the keys
-    with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
-        make_engine(model, "lrqk", 1, 60, rank=6).prefill([random_ids(40)])
-
-
-@pytest.mark.parametrize("variant", compress.VARIANTS)
-def test_lrqk_writes_a_follow_up_as_decode_does(variant):
-    """By the prompt's bases. The paper's bases follow each step: there by least squares on them."""
-    (once, qkv), (steps, _) = (
-        scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2)
-    )
-    once.prefill(0, 40, *(x[40:] for x in qkv))
-    for n in range(40, 60):
-        step(steps, n, *qkv)
-    assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
-    for exact in zip(once.exact, steps.exact, strict=True):
-        assert torch.allclose(*(store.vectors for store in exact), atol=1e-5)
-    if variant == "ours":
-        assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
-        stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
-        assert torch.equal(*(places.sort(-1).values for places in stamped))
-    residual = once.kv.vectors[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
-    across = residual @ once.basis_k.mT
-    assert variant == "ours" or across.abs().max() < 1e-3 * residual.abs().max()
 
 
 # ----------------------------------------------------------------------------------- FDC invariants
