@@ -1376,16 +1376,25 @@ def test_huge_and_negative_settings_run_or_are_refused_at_once(method):
 # ---------------------------------------------------------------------------------- Loki invariants
 
 
-def test_loki_fit_is_a_centred_pca_of_each_head():
-    model, tokens = tiny_model(qkv_bias=True), tiny_tokens(8, 64)
-    model.layers[2].attention.wqkv.bias.fill_(3)  # keys that are far from centred, after RoPE, too
+@pytest.mark.parametrize("kind", ["post", "pre"])
+def test_loki_fit_is_a_centred_pca_of_each_head(kind):
+    """Of keys after RoPE, or before it, which have a bias: the mean key is taken off first."""
+    layer = 2
+    head = 1
+    model = tiny_model(qkv_bias=True)
+    model.layers[layer].attention.wqkv.bias.fill_(3)  # keys that are far from centred
+    tokens = tiny_tokens(8, 64)
     tensors, _ = calibrate.fit_loki(model, tokens)
-    every = observed(model, tokens)[2][1]  # of layer 2, before RoPE
-    tables = rope_tables(model.config, 64, CPU)
-    for kind, keys in (("post", apply_rope(every, *tables)), ("pre", every)):
-        keys = keys.flatten(0, 1)[:, 1].double()  # of head 1
-        values = tensors[f"{kind}.eigenvalues"][2, 1].double()
-        assert_best_basis(keys - keys.mean(0), tensors[f"{kind}.basis"][2, 1], (1, 4, 12), values)
+
+    _, keys, _ = observed(model, tokens)[layer]  # [N, S, Hkv, D] before RoPE
+    if kind == "post":
+        cos, sin = rope_tables(model.config, 64, CPU)
+        keys = apply_rope(keys, cos, sin)
+    keys = keys.flatten(0, 1)[:, head].double()
+    centred = keys - keys.mean(0)
+    basis = tensors[f"{kind}.basis"][layer, head]
+    eigenvalues = tensors[f"{kind}.eigenvalues"][layer, head].double()
+    assert_best_basis(centred, basis, (1, 4, 12), eigenvalues)
 
 
 # ---------------------------------------------------------------------------------- SALS invariants
