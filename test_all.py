@@ -1403,15 +1403,19 @@ def test_loki_fit_is_a_centred_pca_of_each_head(kind):
 def assert_best_basis(
     x: torch.Tensor, basis: torch.Tensor, ranks, values=None, bound: float = 1e-4
 ) -> None:
-    """Eckart-Young: orthonormal columns of which no r lose less of x [n, d]; values: its
-    covariance's."""
-    x, basis = x.double(), basis.double()
+    """Eckart-Young: the columns of `basis` are orthonormal, and for each r of `ranks` no other r
+    directions lose less of the rows of x [n, d]. values [d]: the eigenvalues of x^T x / n."""
+    x = x.double()
+    basis = basis.double()
     assert error(basis.T @ basis, torch.eye(basis.shape[1])) < 1e-5
     spectrum = torch.linalg.svdvals(x).square()
-    assert values is None or error(values, spectrum / len(x)) < 1e-5
+    if values is not None:
+        assert error(values, spectrum / len(x)) < 1e-5
     for r in ranks:
-        lost = (x - x @ basis[:, :r] @ basis[:, :r].T).square().sum()
-        assert abs(lost / spectrum[r:].sum() - 1) < bound
+        leading = basis[:, :r]
+        lost = (x - x @ leading @ leading.T).square().sum()
+        least = spectrum[r:].sum()
+        assert abs(lost / least - 1) < bound
 
 
 def pair_energy(x: torch.Tensor) -> torch.Tensor:
@@ -1419,176 +1423,310 @@ def pair_energy(x: torch.Tensor) -> torch.Tensor:
     return x.square().unflatten(-1, (2, -1)).sum(-2)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_sals_maps_of_ours_keep_the_logits_best(group, monkeypatch):
-    monkeypatch.setattr(
-        compress, "quantize_basis", lambda basis: (basis, torch.ones(len(basis), 16, 1))
-    )
-    model, tokens = tiny_model(group=group), tiny_tokens(6, 64)
-    for layer in model.layers:  # queries that need some pairs more than others, and one not at all
-        dims = torch.tensor([4.0, 1.0, 0.2, *[0.1] * 4, 0.0]).repeat(2 * model.config.n_heads)
-        layer.attention.wqkv.weight[: len(dims)] *= dims[:, None]
+def queries_that_need_some_pairs_more(model: Llama) -> None:
+    """Scales the pairs of each query head unequally, and one to nothing."""
+    pairs = [4.0, 1.0, 0.2, 0.1, 0.1, 0.1, 0.1, 0.0]
+    of_head = torch.tensor([*pairs, *pairs])  # pair c is the dims c and c + D/2
+    of_all_heads = of_head.repeat(model.config.n_heads)
+    for layer in model.layers:
+        q_rows = layer.attention.wqkv.weight[: len(of_all_heads)]
+        q_rows *= of_all_heads[:, None]
+
+
+@dataclasses.dataclass
+class SalsFit:
+    """A fit of SALS, and what it has seen."""
+
+    model: Llama
+    tensors: dict[str, torch.Tensor]
+    queries: list[torch.Tensor]  # of each layer [n, Hq, D], before RoPE
+    keys: list[torch.Tensor]  # of each layer [n, Hkv, D], before RoPE
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def sals_fit(request):
+    """At full rank, of query groups of 1 and of 2 heads; in fp64."""
+    model = tiny_model(group=request.param)
+    queries_that_need_some_pairs_more(model)
+    tokens = tiny_tokens(6, 64)
     tensors, _ = fit_sals(model, tokens, 1.0)
-    for i, (q, k, _) in enumerate(observed(model, tokens)):
-        how = {"artifact": tensors, "i": i, "device": CPU}
-        sals_maps = functools.partial(compress.sals_layer_maps, model.config, **how)
-        energy = pair_energy(q.double()).unflatten(-2, (-1, group)).sum((0, 1, 3))  # [Hkv, D / 2]
-        k, n = k.double().flatten(0, 1), model.config.kv_dim
-        key_fit = tensors[f"{i}.key_basis"], (8, 16, 32), tensors["key_eigenvalues"][i]
-        assert_best_basis(k.flatten(1), *key_fit)  # the paper's
-        scale = tensors["scale"][i].double()
-        weight = energy * (scale.square().sum() / (2 * energy.sum()))  # the fit's unit
-        assert error(scale.square(), weight.repeat(1, 2).flatten()) < 1e-5
-        assert error(tensors["mean"][i], k.mean(0).flatten()) < 1e-5
-        settings = compress.SalsSettings()  # 4-bit codes fit the others' size
-        (down, *_), (r, lead) = sals_maps(settings), settings.ranks(model.config)
-        latents = (k - k.mean(0)).flatten(1) @ down.double()
-        leading, others = (x.square().mean() for x in latents.split((lead, r - lead), 1))
-        largest = math.sqrt(2 * math.log(2 * lead))
-        assert error((others / leading).sqrt() * 0.3352 / 8, largest / 127) < 1e-4
-        for r in (n // 8, n // 4):
-            maps = sals_maps(compress.SalsSettings(rank=r / n))
-            ours = maps.down.double(), maps.up.double()
-            settings = compress.SalsSettings(variant="paper", score="sum", rank=r / n)
-            paper = compress.paper_basis(model.config, settings, **how).double()
-            assert error(ours[0].T @ ours[1], torch.eye(r)) < 1e-5
-            each = (k - k.mean(0), *ours), (k, paper, paper)  # of centred keys, and of all of a key
-            rests = (x - (x.flatten(1) @ down @ up.T).view_as(x) for x, down, up in each)
-            best, other = ((pair_energy(rest) * weight).sum() for rest in rests)
-            # Eckart-Young
-            assert abs(best / len(k) / tensors["query_eigenvalues"][i, r:].sum() - 1) < 1e-4
-            assert best < 0.8 * other
+    queries = []
+    keys = []
+    for q, k, _ in observed(model, tokens):
+        queries.append(q.double().flatten(0, 1))
+        keys.append(k.double().flatten(0, 1))
+    return SalsFit(model, tensors, queries, keys)
 
 
-SCORED = [("paper", "sum"), ("ours", "sum"), ("ours", "softmax")]  # variant and score
+def pair_weights(fit: SalsFit, i: int) -> torch.Tensor:
+    """What an error in each pair of layer i's keys counts: the energy of the group's queries there,
+    [Hkv, D / 2], in the unit that the fit's scales have."""
+    config = fit.model.config
+    of_group = fit.queries[i].unflatten(1, (config.n_kv_heads, -1))  # [n, Hkv, G, D]
+    energy = pair_energy(of_group).sum((0, 2))
+    scale = fit.tensors["scale"][i].double()
+    return energy * (scale.square().sum() / (2 * energy.sum()))
 
 
-@pytest.mark.parametrize("scaling", [None, YARN])
-@pytest.mark.parametrize("block, run", [(16, 1), (16, 16)])
-@pytest.mark.parametrize("variant, score", SCORED)
-def test_sals_scores_are_of_a_keys_mean_logits_over_the_places_of_its_block(
-    variant, score, block, run, scaling
-):
-    """And the mean key's over those of its run, which of biased keys is a token. Sums of all heads'
-    weights, in any order of a group's heads. The rule sum has no RoPE: all keys stand at the
-    query's place, but for yarn's factor, and the mean key counts equally for all."""
-    model = tiny_model(rope_scaling=scaling, qkv_bias=run == 1)
-    cache = row_cache(
-        "sals", model, 2, 40, block=block, **CODES | {"variant": variant, "score": score}
-    )
-    up = cache.up if variant == "ours" else cache.U_score
-    assert scaling is None or cache.context.cos[0, 0] > 1.1
-    q, k, pos = torch.randn(2, 8, 16), torch.randn(2, 40, 4, 16), torch.tensor([36, 24])
+def test_sals_fit_has_the_best_basis_of_keys(sals_fit):
+    """The paper's Eq. 1, of keys that are not centred."""
+    for i, keys in enumerate(sals_fit.keys):
+        basis = sals_fit.tensors[f"{i}.key_basis"]
+        eigenvalues = sals_fit.tensors["key_eigenvalues"][i]
+        assert_best_basis(keys.flatten(1), basis, (8, 16, 32), eigenvalues)
+
+
+def test_sals_fit_weighs_keys_by_the_energy_of_their_queries(sals_fit):
+    """An error of a key counts as much as the queries are large in its pair (ours)."""
+    for i, keys in enumerate(sals_fit.keys):
+        scale = sals_fit.tensors["scale"][i].double()
+        of_dims = pair_weights(sals_fit, i).repeat(1, 2).flatten()  # both dims of a pair alike
+        assert error(scale.square(), of_dims) < 1e-5
+        assert error(sals_fit.tensors["mean"][i], keys.mean(0).flatten()) < 1e-5
+
+
+def test_sals_latents_fit_the_codes_of_both_their_parts(sals_fit):
+    """A latent's 8-bit and 4-bit codes share one scale. The first part needs the scale largest /
+    127, the second one at which 4-bit levels, 8 steps apart, are 0.3352 deviations apart (the best
+    for normal numbers). The maps make the two the same."""
+    config = sals_fit.model.config
+    settings = compress.SalsSettings()
+    r, r_score = settings.ranks(config)
+    for i, keys in enumerate(sals_fit.keys):
+        maps = compress.sals_layer_maps(config, settings, sals_fit.tensors, i, CPU)
+        latents = (keys - keys.mean(0)).flatten(1) @ maps.down.double()
+        int8_deviation = latents[:, :r_score].square().mean().sqrt()
+        int4_deviation = latents[:, r_score:r].square().mean().sqrt()
+        largest = math.sqrt(2 * math.log(2 * r_score))  # of so many normal numbers, in deviations
+        int8_scale = int8_deviation * largest / 127
+        int4_scale = int4_deviation * 0.3352 / 8
+        assert error(int4_scale, int8_scale) < 1e-4
+
+
+@pytest.mark.parametrize("fraction", [8, 4])
+def test_sals_maps_of_ours_keep_the_logits_best(sals_fit, fraction, monkeypatch):
+    """Of all maps of rank r they lose the least of the keys, weighted by the queries' energy
+    (Eckart-Young), and far less than the paper's basis. Without the maps' codes."""
+
+    def exact_basis(basis: torch.Tensor):
+        return basis, torch.ones(len(basis), 16, 1)
+
+    monkeypatch.setattr(compress, "quantize_basis", exact_basis)
+    config = sals_fit.model.config
+    r = config.kv_dim // fraction
+    rank = r / config.kv_dim
+    ours = compress.SalsSettings(rank=rank)
+    paper = compress.SalsSettings(variant="paper", score="sum", rank=rank)
+    for i, keys in enumerate(sals_fit.keys):
+        weights = pair_weights(sals_fit, i)
+
+        def lost(x, down, up, weights=weights) -> torch.Tensor:
+            """The weighted energy of what is lost of keys x [n, Hkv, D]."""
+            rebuilt = (x.flatten(1) @ down @ up.T).view_as(x)
+            return (pair_energy(x - rebuilt) * weights).sum()
+
+        maps = compress.sals_layer_maps(config, ours, sals_fit.tensors, i, CPU)
+        down = maps.down.double()
+        up = maps.up.double()
+        assert error(down.T @ up, torch.eye(r)) < 1e-5  # latents come back as they were
+
+        lost_by_ours = lost(keys - keys.mean(0), down, up)
+        least = len(keys) * sals_fit.tensors["query_eigenvalues"][i, r:].sum()
+        assert abs(lost_by_ours / least - 1) < 1e-4
+
+        U_r = compress.paper_basis(config, paper, sals_fit.tensors, i, CPU).double()
+        assert lost_by_ours < 0.8 * lost(keys, U_r, U_r)
+
+
+def sals_cache_of_random_keys(rope_scaling, qkv_bias: bool, block: int = 16, **options):
+    """A SALS cache of two rows that hold the latents of 40 random keys each, and these keys
+    [2, 40, Hkv, D] as scoring sees them: rebuilt from the r* leading dims, before RoPE."""
+    model = tiny_model(rope_scaling=rope_scaling, qkv_bias=qkv_bias)
+    cache = row_cache("sals", model, 2, 40, block=block, **CODES | options)
+    if rope_scaling is not None:
+        assert cache.context.cos[0, 0] > 1.1  # yarn scales keys and queries
+    k = torch.randn(2, 40, 4, 16)
     for row in range(2):
-        cache.latents.write_prompt(row, 0, cache.latent(k[row])[:, None])
-    keys = cache.latents.read_all()[:, 0, :, : cache.r_score] @ up.T  # as scoring sees them
-    keys, places = keys.unflatten(-1, (4, 16)), torch.arange(40)
+        latents = cache.latent(k[row])
+        cache.latents.write_prompt(row, 0, latents[:, None])
+    up = cache.U_score if options["variant"] == "paper" else cache.up
+    stored = cache.latents.read_all()[:, 0, :, : cache.r_score]
+    return cache, (stored @ up.T).unflatten(-1, (4, 16))
 
-    def mean_logits(q, key, span):
-        """[2, 40, Hq] of a key in each place, over the places of the `span` tokens around it."""
-        near = (places // span == places[:, None] // span).float()
-        turned = cache.rope_from(key[:, :, None].expand(2, 40, 40, 4, 16), 0).repeat_interleave(
-            2, 3
-        )
-        return torch.einsum(
-            "bhd,bjphd,jp->bjh", cache.rope(q, pos), turned, near / near.sum(1, keepdim=True)
-        )
 
-    for x in (q, q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)):
-        if score == "sum":
-            logits = (x.view(2, 1, 4, 2, 16) * keys[:, :, :, None]).sum(-1).flatten(2)
+def queries_in_two_orders() -> list[torch.Tensor]:
+    """Random queries [2, Hq, D], and the same with the two heads of each group exchanged."""
+    q = torch.randn(2, 8, 16)
+    exchanged = q.unflatten(1, (4, 2)).flip(2).flatten(1, 2)
+    return [q, exchanged]
+
+
+def assert_scores_of_tokens_up_to(pos: torch.Tensor, scores, truth_of: Callable) -> None:
+    """scores [B, 1, 1, S] are truth_of(row, n) [n] for the n tokens of each row, and -inf for the
+    places after them."""
+    for row, last in enumerate(pos.tolist()):
+        n = last + 1
+        assert error(scores[row, 0, 0, :n], truth_of(row, n)) < 1e-5
+        assert scores[row, 0, 0, n:].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+@pytest.mark.parametrize("rope_scaling", [None, YARN])
+@pytest.mark.parametrize("variant", ["paper", "ours"])
+def test_sals_sum_scores_are_the_sums_of_all_heads_logits_without_rope(
+    variant, rope_scaling, qkv_bias
+):
+    """All keys stand at the query's place; not even yarn's factor counts. The mean key, which our
+    latents lack, would add the same to every token."""
+    cache, keys = sals_cache_of_random_keys(rope_scaling, qkv_bias, variant=variant, score="sum")
+    pos = torch.tensor([36, 24])
+    for q in queries_in_two_orders():
+        if variant == "paper":
+            scores = cache.score(pos, q)
         else:
-            mean = cache.mean.view(4, 16).expand_as(keys)
-            logits = mean_logits(x, keys, block) + mean_logits(x, mean, run)
-        scores = (
-            cache.score(pos, x) if variant == "paper" else cache.score(pos, x, cache.rope(x, pos))
-        )
-        for row, n in enumerate((pos + 1).tolist()):
-            truth = logits[row, :n] / 4 if score == "sum" else (logits[row, :n] / 4).softmax(0)
-            assert error(scores[row, 0, 0, :n], truth.sum(1)) < 1e-5
-    assert scores[1, 0, 0, 25:].eq(-torch.inf).all()
+            scores = cache.score(pos, q, cache.rope(q, pos))
+        of_group = q.unflatten(1, (4, 2))  # [2, Hkv, G, D]
+        logits = torch.einsum("bhgd,bjhd->bjhg", of_group, keys) / 4  # 4 is sqrt(D)
+
+        def sum_of_logits(row: int, n: int, logits=logits) -> torch.Tensor:
+            return logits[row, :n].sum((1, 2))
+
+        assert_scores_of_tokens_up_to(pos, scores, sum_of_logits)
+
+
+def mean_logits_in_places(cache, q, keys, pos, span: int) -> torch.Tensor:
+    """Logits [B, S, Hq], times sqrt(D), of keys [B, S, Hkv, D] for queries q [B, Hq, D] at pos,
+    both before RoPE: of a token's key the mean over all places of the `span` tokens that it is
+    among, as if it stood in each of them."""
+    B, S, Hkv, D = keys.shape
+    in_each_place = keys[:, :, None].expand(B, S, S, Hkv, D)  # the key of token j in place p
+    turned = cache.rope_from(in_each_place, 0)
+    turned = turned.repeat_interleave(q.shape[1] // Hkv, dim=3)  # [B, S, S, Hq, D]
+    logits = torch.einsum("bhd,bjphd->bjph", cache.rope(q, pos), turned)
+    places = torch.arange(S)
+    is_near = places // span == places[:, None] // span  # [j, p]
+    share = is_near / is_near.sum(1, keepdim=True)
+    return torch.einsum("bjph,jp->bjh", logits, share)
+
+
+@pytest.mark.parametrize("rope_scaling", [None, YARN])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_sals_softmax_scores_are_of_mean_logits_over_a_block(qkv_bias, rope_scaling):
+    """A score is the sum of all heads' attention weights. Their logits are means over the places of
+    a key's block of tokens, because a query is turned back once for each block. So it is with the
+    mean key; but where keys have biases it is large, and stands in each token's own place."""
+    block = 16
+    cache, keys = sals_cache_of_random_keys(
+        rope_scaling, qkv_bias, block, variant="ours", score="softmax"
+    )
+    mean_block = 1 if qkv_bias else block
+    mean = cache.mean.view(4, 16).expand_as(keys)
+    pos = torch.tensor([36, 24])
+    for q in queries_in_two_orders():
+        scores = cache.score(pos, q, cache.rope(q, pos))
+        logits = mean_logits_in_places(cache, q, keys, pos, block)
+        logits = logits + mean_logits_in_places(cache, q, mean, pos, mean_block)
+
+        def sum_of_weights(row: int, n: int, logits=logits) -> torch.Tensor:
+            weights = (logits[row, :n] / 4).softmax(0)  # 4 is sqrt(D)
+            return weights.sum(1)
+
+        assert_scores_of_tokens_up_to(pos, scores, sum_of_weights)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
 @pytest.mark.parametrize("wanted", [None, (6, 2), (0, 1)])
 def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
-    """Of each row and head, in plain Python; a score of -inf or NaN is never chosen."""
+    """Of each row and head, in plain Python. A score of -inf or NaN is never chosen.
+
+    wanted: how many each row may select, of the y for which there is room; None: y."""
+    n_sinks = 3
+    n_selected = 6
+    n_recent = 4
     torch.manual_seed(length)
-    scores, chance = torch.randn(2, 3, 40), torch.rand(2, 3, 40)
-    scores = scores.masked_fill(chance < 0.2, -torch.inf).masked_fill(chance > 0.9, torch.nan)
+    scores = torch.randn(2, 3, 40)
+    chance = torch.rand(2, 3, 40)
+    scores = scores.masked_fill(chance < 0.2, -torch.inf)
+    scores = scores.masked_fill(chance > 0.9, torch.nan)
     pos = torch.tensor([length - 1, max(0, length - 2)])
     chosen = kernels.select_reference(
-        scores, pos, x=3, y=6, z=4, wanted=wanted and torch.tensor(wanted)
+        scores,
+        pos,
+        x=n_sinks,
+        y=n_selected,
+        z=n_recent,
+        wanted=None if wanted is None else torch.tensor(wanted),
     )
-    assert chosen.shape == (2, 3, 9)
-    for row, head in itertools.product(range(2), range(3)):
-        old = range(max(0, int(pos[row]) - 3))
-        best = [j for j in old[3:] if scores[row, head, j] > -torch.inf]
-        best = sorted(best, key=lambda j: -scores[row, head, j])[: wanted[row] if wanted else 6]
-        assert sorted(j for j in chosen[row, head].tolist() if j >= 0) == sorted([*old[:3], *best])
+    assert chosen.shape == (2, 3, n_sinks + n_selected)
+
+    for row in range(2):
+        n_tokens = int(pos[row]) + 1
+        n_old = max(0, n_tokens - n_recent)
+        most = n_selected if wanted is None else wanted[row]
+        for head in range(3):
+            score_of = scores[row, head].tolist()
+            candidates = []
+            for token in range(n_sinks, n_old):
+                if score_of[token] > -math.inf:  # which NaN is not, either
+                    candidates.append(token)
+            candidates.sort(key=lambda token, score_of=score_of: score_of[token], reverse=True)
+            expected = [*range(min(n_sinks, n_old)), *candidates[:most]]
+            found = [token for token in chosen[row, head].tolist() if token >= 0]
+            assert sorted(found) == sorted(expected)
+
+
+SCORED = [("paper", "sum"), ("ours", "sum"), ("ours", "softmax")]  # variant and score
 
 
 @pytest.mark.parametrize("group, biases, scored", pairwise([1, 2, 8], [False, True], SCORED))
 def test_folded_projections_equal_unfolded(group, biases, scored):
-    """And values, turned in W_V and W_O, change no logit of a prompt, which attends exactly."""
-    shape, runs, ids = (
-        {"group": group, "qkv_bias": biases, "out_bias": biases},
-        [],
-        tuple(random_ids(50)),
-    )
+    """wqkv makes latents, and for the score "sum" queries of latents, but where q and k have norms.
+    Values turned in W_V and W_O change no logit of a prompt, which attends exactly."""
     variant, score = scored
     options = SPARSE | {"variant": variant, "score": score}
-    n = 128 // group  # Hkv*D
-    for fold in (True, False):
+    shape = {"group": group, "qkv_bias": biases, "out_bias": biases}
+    prompt = tuple(random_ids(50))
+    more = random_ids(10, 1)
+    dense = dense_logits((prompt,), ((0,),), **shape)[0]
+
+    logits = {}
+    rows_of_wqkv = {}
+    for is_folded in (True, False):
         model = tiny_model(**shape)
-        model.config.qk_norm = not fold  # where there are norms, only values fold
+        model.config.qk_norm = not is_folded  # the weights have none: this says what is folded
         engine = make_engine(model, "sals", 1, 64, **options)
-        runs.append(logits_through(engine, [ids], [random_ids(10, 1)]))
-        assert error(runs[-1][0], dense_logits((ids,), ((0,),), **shape)[0]) < 1e-5
-        rows = model.layers[2].attention.wqkv.weight.shape[0]
-        assert rows == 128 + 2 * n + fold * (n // 2 + (n // 4 if score == "sum" else 0))
-    # a code may round otherwise
-    assert error(runs[0], runs[1]) < (1e-4 if variant == "paper" else 0.02)
+        logits[is_folded] = logits_through(engine, [prompt], [more])
+        rows_of_wqkv[is_folded] = len(model.layers[2].attention.wqkv.weight)
+        assert error(logits[is_folded][0], dense) < 1e-5
+    # Ours has codes, and one may round otherwise.
+    bound = 1e-4 if variant == "paper" else 0.02
+    assert error(logits[True], logits[False]) < bound
 
-
-def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monkeypatch):
-    """A second try, say with another max_seq_length, runs over the weights that the first one has
-    folded."""
-    ids = random_ids(20)
-    expected = generate.LLM(folder, "fdc", device="cpu").generate(ids, 4, ignore_eos=True)
-    llm = generate.LLM(folder, "fdc", device="cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "Engine", mock.Mock(side_effect=torch.OutOfMemoryError))
-        with pytest.raises(torch.OutOfMemoryError):
-            llm.generate(ids, 4)
-    assert llm.generate(ids, 4, ignore_eos=True).token_ids == expected.token_ids
-
-
-def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
-    """A row that idles loses its place in the cache; its one token is read again to be saved."""
-    llm = generate.LLM(folder, device="cpu", batch_size=2, max_seq_length=64)
-    llm.prefill([[5, 6], [7]])
-    llm.generate([[9]], 2, follow=True, ignore_eos=True)
-    llm.save(tmp_path / "cache")
-    assert generate.saved_facts(tmp_path / "cache").lengths[1] == 1
+    kv_dim = 128 // group
+    r = kv_dim // 2
+    r_score = r // 2
+    assert rows_of_wqkv[False] == 128 + 2 * kv_dim
+    added = r + r_score if score == "sum" else r
+    assert rows_of_wqkv[True] == rows_of_wqkv[False] + added
 
 
 @pytest.mark.parametrize("variant", ["ours", "paper"])
 def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch):
     """No tensor of a layer's k may live on when the next layer's prefill runs."""
-    seen = []
+    keys_seen = []
     engine = make_engine(tiny_model(), "sals", 1, 64, **SPARSE | {"variant": variant})
     cache_class = type(engine.caches[1])
     prefill = cache_class.prefill
 
-    def watched(cache, row, start, q, k, *rest):
-        assert all(ref() is None for ref in seen)
-        seen.append(weakref.ref(k))
+    def watched_prefill(cache, row, start, q, k, *rest):
+        for earlier in keys_seen:
+            assert earlier() is None
+        keys_seen.append(weakref.ref(k))
         return prefill(cache, row, start, q, k, *rest)
 
-    monkeypatch.setattr(cache_class, "prefill", watched)
+    monkeypatch.setattr(cache_class, "prefill", watched_prefill)
     engine.prefill([random_ids(60)])
-    assert len(seen) == 4
+    assert len(keys_seen) == 4  # layers
 
 
 # ---------------------------------------------------------------------------------- LRQK invariants
@@ -4975,6 +5113,28 @@ def small_llm(checkpoint: Path, **options) -> generate.LLM:
 
 
 PROMPT = "the magic number for silent lantern"
+
+
+def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monkeypatch):
+    """A second try, say with another max_seq_length, runs over the weights that the first one has
+    folded."""
+    ids = random_ids(20)
+    expected = generate.LLM(folder, "fdc", device="cpu").generate(ids, 4, ignore_eos=True)
+    llm = generate.LLM(folder, "fdc", device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "Engine", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            llm.generate(ids, 4)
+    assert llm.generate(ids, 4, ignore_eos=True).token_ids == expected.token_ids
+
+
+def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
+    """A row that idles loses its place in the cache; its one token is read again to be saved."""
+    llm = generate.LLM(folder, device="cpu", batch_size=2, max_seq_length=64)
+    llm.prefill([[5, 6], [7]])
+    llm.generate([[9]], 2, follow=True, ignore_eos=True)
+    llm.save(tmp_path / "cache")
+    assert generate.saved_facts(tmp_path / "cache").lengths[1] == 1
 
 
 def test_each_call_and_each_row_draws_for_itself(checkpoint, tmp_path):
