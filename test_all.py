@@ -1733,145 +1733,234 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch
 
 
 def explicit_lrqk(q, k, a_q, a_k, rounds: int):
-    """A_Q and A_K of Alg. 1 as it is written, on A_Q and A_K themselves."""
+    """A_Q and A_K of Algorithm 1 as it is written: on the matrices themselves, of all tokens.
+
+    q, k [n, D]; a_q, a_k [n, r]: the factors to start from."""
     solve = torch.linalg.solve
     for _ in range(rounds):
-        b_q, b_k = (solve(a.mT @ a, a.mT @ x) for a, x in ((a_q, q), (a_k, k)))
+        # B_Q and B_K, by least squares (lines 3, 4).
+        b_q = solve(a_q.mT @ a_q, a_q.mT @ q)
+        b_k = solve(a_k.mT @ a_k, a_k.mT @ k)
+        # A_K, then A_Q with the new A_K (lines 5, 6).
         a_k = solve(a_q.mT @ a_q + b_k @ b_k.mT, (k @ (q.mT @ a_q + b_k.mT)).mT).mT
         a_q = solve(a_k.mT @ a_k + b_q @ b_q.mT, (q @ (k.mT @ a_k + b_q.mT)).mT).mT
     return a_q, a_k
 
 
 def test_lrqk_moments_count_every_token():
-    x = torch.randn(5000, 2, 3, 4)  # more than one part
-    (gram, total), rows = compress.lrqk_moments(x), x.double().transpose(0, 1).flatten(1, 2)
+    x = torch.randn(5000, 2, 3, 4)  # [S, Hkv, G, D]: longer than a part that is summed at once
+    gram, total = compress.lrqk_moments(x)
+    rows = x.double().transpose(0, 1).flatten(1, 2)  # [Hkv, S * G, D]
     assert error(gram, compress.add_ridge(rows.mT @ rows, 1e-6)) < 1e-12
     assert error(total, rows.abs().sum(1)) < 1e-12
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_lrqks_closed_form_is_the_optimum(group, monkeypatch):
-    """Invariant 2 (Eckart-Young): nothing of rank r beats the tail of the singular values of R_Q
-    R_K^T. The closed form reaches it, for all heads of a group with one W_Q, in a gauge of equal
-    diagonal Grams."""
+    """Invariant 2 (Eckart-Young): no product of rank r loses less of R_Q R_K^T than the tail of its
+    singular values. The closed form loses just that, with one W_Q for all heads of a group. Of the
+    many pairs that do, its A_Q and A_K have the same Gram matrix, which is diagonal."""
     monkeypatch.setattr(compress, "add_ridge", lambda m, fraction: m)
+    r = 6
     generator = torch.Generator().manual_seed(group)
     q, k = torch.randn(2, 2, 300 * group, 16, generator=generator, dtype=torch.float64)
+    # Two KV heads [2, n, D], of spectra that fall, in bases of their own.
     mix = orthonormal(16).double() * torch.logspace(1, -1, 16, dtype=torch.float64)
-    q, k = q @ mix, k[:, :300] @ mix.roll(1, 1)  # of two KV heads, of falling spectra
-    grams = [x.mT @ x for x in (q, k)]
-    best, whole = compress.lrqk_optimum(*grams, 6), q @ k.mT
-    kept, tail = (q @ best[0]) @ (k @ best[1]).mT, torch.linalg.svdvals(whole)[:, 6:].square().sum()
-    assert abs((whole - kept).square().sum() - tail) < 1e-9 * whole.square().sum()
-    made = [w.mT @ g @ w for w, g in zip(best, grams, strict=True)]
-    diagonal = made[0].diagonal(dim1=1, dim2=2)
-    assert error(made[0], made[1]) < 1e-6 and error(torch.diag_embed(diagonal), made[0]) < 1e-6
+    q = q @ mix
+    k = k[:, :300] @ mix.roll(1, 1)
+    w_q, w_k = compress.lrqk_optimum(q.mT @ q, k.mT @ k, r)
+    a_q = q @ w_q
+    a_k = k @ w_k
+
+    logits = q @ k.mT
+    lost = (logits - a_q @ a_k.mT).square().sum()
+    tail = torch.linalg.svdvals(logits)[:, r:].square().sum()
+    assert abs(lost - tail) < 1e-9 * logits.square().sum()
+
+    gram_q = a_q.mT @ a_q
+    gram_k = a_k.mT @ a_k
+    diagonal = gram_q.diagonal(dim1=1, dim2=2)
+    assert error(gram_q, gram_k) < 1e-6
+    assert error(torch.diag_embed(diagonal), gram_q) < 1e-6
     assert (diagonal.diff(dim=1) <= 0).all()
 
 
 @pytest.mark.parametrize("ratio", [1, 1.5, 2])
 def test_lrqk_slot_table(ratio):
-    """Invariant 7 over 60 steps of drifting selections: the tables are inverse to each other, hits
-    stay where they are, exactly the selected are stamped and hold host memory's bytes, and what
-    goes is what was unused for the longest time. With C = k the residents are the selection."""
-    B, heads, S, k, D = 2, 3, 80, 8, 4
-    C, rng = int(ratio * k), np.random.default_rng(0)
-    rows, hot = torch.randn(B, heads, S, 2 * D), torch.zeros(B, heads, C, 2 * D)  # K and V
-    slot_of, pos_of, stamp = (torch.full((B, heads, n), -1, dtype=torch.int32) for n in (S, C, C))
-    used = {where: {} for where in np.ndindex(B, heads)}  # position -> last step, for each resident
+    """Invariant 7, over 60 steps whose selections drift: hits stay, exactly the selected are
+    stamped, slots hold what host memory has of their tokens, and what goes was unused for the
+    longest time."""
+    B, Hkv, S, k, D = 2, 3, 80, 8, 4
+    C = int(ratio * k)
+    rng = np.random.default_rng(0)
+    host = torch.randn(B, Hkv, S, 2 * D)  # K and V of every token
+    hot = torch.zeros(B, Hkv, C, 2 * D)
+    slot_of = torch.full((B, Hkv, S), -1, dtype=torch.int32)
+    pos_of = torch.full((B, Hkv, C), -1, dtype=torch.int32)
+    stamp = torch.full((B, Hkv, C), -1, dtype=torch.int32)
+    residents = {}  # of each row and head: a token in a slot -> the last step that used it
+    for head in np.ndindex(B, Hkv):
+        residents[head] = {}
+
     for step in range(60):
-        scores = torch.from_numpy(rng.normal(size=(B, heads, S)) - abs(np.arange(S) - step) / 4)
+        distance = abs(np.arange(S) - step)
+        scores = torch.from_numpy(rng.normal(size=(B, Hkv, S)) - distance / 4)
         scores[0, :, 3 + step :] = -torch.inf  # a short row: fewer candidates than k at first
         best, index = scores.topk(k, sorted=False)
         live = best > -torch.inf
-        # as compress.LrqkCache.fetch has it: a position without a slot
-        index = index.where(live, S - 1)
+        index = index.where(live, S - 1)  # a token without a slot stands for none, as in `fetch`
         now = torch.tensor(step, dtype=torch.int32)
         place, miss = compress.take_slots(index, live, slot_of, pos_of, stamp, now)
-        kernels.fetch_rows_reference(rows, index, place, miss, hot)
-        for where, old in used.items():
-            chosen, missed = (set(index[where][mask[where]].tolist()) for mask in (live, miss))
-            slots = (pos_of[where] >= 0).nonzero()[:, 0]
-            places = pos_of[where][slots]
-            assert torch.equal(slot_of[where][places], slots.int())
-            assert (slot_of[where] >= 0).sum() == len(slots)
-            assert missed == chosen - set(old)
-            gone, idle = set(old) - set(places.tolist()), set(old) - chosen
-            oldest = sorted(old[p] for p in idle)[: max(0, len(set(old) | chosen) - C)]
-            assert sorted(old[p] for p in gone) == oldest  # ties aside
-            used[where] = {p: s for p, s in old.items() if p not in gone} | dict.fromkeys(
-                chosen, step
-            )
-            assert (
-                dict(zip(places.tolist(), stamp[where][slots].tolist(), strict=True)) == used[where]
-            )
-            assert torch.equal(hot[where][slots], rows[where][places])
+        kernels.fetch_rows_reference(host, index, place, miss, hot)
+
+        for head, before in residents.items():
+            chosen = set(index[head][live[head]].tolist())
+            missed = set(index[head][miss[head]].tolist())
+            slots = (pos_of[head] >= 0).nonzero()[:, 0]
+            tokens = pos_of[head][slots]
+
+            # The two tables are inverse to each other.
+            assert torch.equal(slot_of[head][tokens], slots.int())
+            assert (slot_of[head] >= 0).sum() == len(slots)
+
+            # What had a slot is a hit. Hits were not fetched, and are still right: they stayed.
+            assert missed == chosen - set(before)
+            assert torch.equal(hot[head][slots], host[head][tokens])
+
+            # No more goes than must, the longest unused first. Which of equal ones is left open.
+            gone = set(before) - set(tokens.tolist())
+            n_gone = max(0, len(set(before) | chosen) - C)
+            unused_since = sorted(before[token] for token in set(before) - chosen)
+            assert sorted(before[token] for token in gone) == unused_since[:n_gone]
+
+            # The selected have this step's stamp, and the others keep theirs.
+            after = dict(before)
+            for token in gone:
+                del after[token]
+            for token in chosen:
+                after[token] = step
+            stamps = stamp[head][slots].tolist()
+            assert dict(zip(tokens.tolist(), stamps, strict=True)) == after
+            residents[head] = after
+
+
+def lrqk_caches_of_slots(variant: str, slots: list[float]) -> list:
+    """LRQK caches that differ in how many hot slots they have."""
+    options = {"variant": variant, "rank": 6, "k": 10, "recent": 5}
+    return [row_cache("lrqk", tiny_model(), 1, 64, slots=n, **options) for n in slots]
 
 
 @pytest.mark.parametrize("variant", compress.VARIANTS)
 def test_lrqk_output_does_not_depend_on_where_rows_lie(variant):
-    """Invariant 9: no hit/miss (slots 0), or more slots: the same."""
-    options, qkv = {"rank": 6, "k": 10, "recent": 5, "variant": variant}, stream(64)
-    caches = [
-        row_cache("lrqk", tiny_model(), 1, 64, **options, slots=share) for share in (1.0, 2.0, 0.0)
-    ]
-    cache = caches[0]
-    for each in caches:
+    """Invariant 9: twice as many slots, or none that is kept from step to step."""
+    cache, *others = lrqk_caches_of_slots(variant, [1.0, 2.0, 0.0])
+    qkv = stream(64)
+    for each in (cache, *others):
         reads(each, 40, *qkv)
     for n in range(40, 60):
-        truth = step(cache, n, *qkv)
-        for other in caches[1:]:
-            assert error(step(other, n, *qkv), truth) < 1e-5
-    assert cache.bytes_host() == 4 * 64 * 2 * 16 * 4  # K and V of all tokens
-    rates = [c.miss_rate() for c in caches]
-    assert 0 < rates[1] < rates[0] < rates[2] == 1
-    for n in (20, 40):  # rates begin anew with a prompt
-        reads(cache, n, *qkv)
-        for pos in range(n, n + 20):
-            step(cache, pos, *qkv)
-    assert cache.miss_rate() == rates[0]
+        expected = step(cache, n, *qkv)
+        for other in others:
+            assert error(step(other, n, *qkv), expected) < 1e-5
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqk_misses_fewer_tokens_with_more_slots(variant):
+    qkv = stream(64)
+    rates = []
+    for cache in lrqk_caches_of_slots(variant, [2.0, 1.0, 0.0]):
+        reads(cache, 40, *qkv)
+        for n in range(40, 60):
+            step(cache, n, *qkv)
+        rates.append(cache.miss_rate())
+    with_many, with_k, with_none = rates
+    assert 0 < with_many < with_k < with_none == 1
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqks_miss_rate_begins_anew_with_a_prompt(variant):
+    (cache,) = lrqk_caches_of_slots(variant, [1.0])
+    qkv = stream(64)
+    rates = []
+    for n_prompt in (40, 20, 40):
+        reads(cache, n_prompt, *qkv)
+        for n in range(n_prompt, n_prompt + 20):
+            step(cache, n, *qkv)
+        rates.append(cache.miss_rate())
+    assert rates[2] == rates[0]
+
+
+@pytest.mark.parametrize("variant", compress.VARIANTS)
+def test_lrqk_holds_the_keys_and_values_of_all_tokens_in_host_memory(variant):
+    (cache,) = lrqk_caches_of_slots(variant, [1.0])
+    Hkv, S, D, fp32 = 4, 64, 16, 4
+    assert cache.bytes_host() == Hkv * S * 2 * D * fp32
 
 
 @pytest.mark.parametrize("variant", compress.VARIANTS)
 def test_lrqks_proxies_fit_fp16_where_its_keys_do(variant):
     """Of keys near fp16's largest number, 65504."""
     cache = row_cache("lrqk", tiny_model().half(), 1, 80, rank=8, k=20, recent=8, variant=variant)
-    q, k, v = (
-        x + bias * (torch.arange(16) == 3)
-        for x, bias in zip(stream(80), (300, 6e4, 0), strict=True)
-    )
-    qkv = [x.half() for x in (q, k, v)]
-    reads(cache, 60, *qkv)
-    assert all(step(cache, n, *qkv).isfinite().all() for n in range(60, 80))
-    assert cache.a_k.abs().max() <= 1.01 * cache.kv.vectors.abs().max() < torch.inf
+    q, k, v = stream(80)
+    q[..., 3] += 300
+    k[..., 3] += 6e4
+    q = q.half()
+    k = k.half()
+    v = v.half()
+    reads(cache, 60, q, k, v)
+    for n in range(60, 80):
+        assert step(cache, n, q, k, v).isfinite().all()
+    largest_key = cache.kv.vectors.abs().max()
+    assert largest_key < torch.inf
+    assert cache.a_k.abs().max() <= 1.01 * largest_key
 
 
 def test_lrqk_says_that_weights_are_damaged():
     model = tiny_model()
     model.layers[1].attention.wqkv.weight[130:140] = 3e38  # of the keys
+    engine = make_engine(model, "lrqk", 1, 60, rank=6)
     with pytest.raises(UserError, match="^[^\n]*are not finite; the weights are damaged$"):
-        make_engine(model, "lrqk", 1, 60, rank=6).prefill([random_ids(40)])
+        engine.prefill([random_ids(40)])
+
+
+def lrqk_caches_after_a_follow_up(variant: str):
+    """Two caches after the same 40 tokens of a prompt and the same 20 more: the first one has read
+    these at once, the second one in steps."""
+    options = LRQK | {"variant": variant}
+    at_once, (q, k, v) = scene("lrqk", 40, 60, **options)
+    in_steps, _ = scene("lrqk", 40, 60, **options)
+    at_once.prefill(0, 40, q[40:], k[40:], v[40:])
+    for n in range(40, 60):
+        step(in_steps, n, q, k, v)
+    return at_once, in_steps
 
 
 @pytest.mark.parametrize("variant", compress.VARIANTS)
-def test_lrqk_writes_a_follow_up_as_decode_does(variant):
-    """By the prompt's bases. The paper's bases follow each step: there by least squares on them."""
-    (once, qkv), (steps, _) = (
-        scene("lrqk", 40, 60, **LRQK | {"variant": variant}) for _ in range(2)
-    )
-    once.prefill(0, 40, *(x[40:] for x in qkv))
-    for n in range(40, 60):
-        step(steps, n, *qkv)
-    assert torch.allclose(once.kv.vectors, steps.kv.vectors, atol=1e-5)
-    for exact in zip(once.exact, steps.exact, strict=True):
-        assert torch.allclose(*(store.vectors for store in exact), atol=1e-5)
-    if variant == "ours":
-        assert torch.allclose(once.a_k, steps.a_k, atol=1e-4)
-        stamped = (c.pos_of.where(c.stamp == c.step, -1) for c in (once, steps))
-        assert torch.equal(*(places.sort(-1).values for places in stamped))
-    residual = once.kv.vectors[..., 40:, :16] - once.a_k[..., 40:, :] @ once.basis_k
-    across = residual @ once.basis_k.mT
-    assert variant == "ours" or across.abs().max() < 1e-3 * residual.abs().max()
+def test_lrqk_stores_a_follow_up_as_decode_does(variant):
+    at_once, in_steps = lrqk_caches_after_a_follow_up(variant)
+    assert torch.allclose(at_once.kv.vectors, in_steps.kv.vectors, atol=1e-5)
+    for i in range(2):  # the exact keys, the exact values
+        assert torch.allclose(at_once.exact[i].vectors, in_steps.exact[i].vectors, atol=1e-5)
+
+
+def test_lrqk_of_ours_projects_a_follow_up_as_decode_does():
+    """By the prompt's projections. The slots of this step have the same tokens, in any order."""
+    at_once, in_steps = lrqk_caches_after_a_follow_up("ours")
+    assert torch.allclose(at_once.a_k, in_steps.a_k, atol=1e-4)
+    selected = []
+    for cache in (at_once, in_steps):
+        tokens = cache.pos_of.where(cache.stamp == cache.step, -1)
+        selected.append(tokens.sort(-1).values)
+    assert torch.equal(selected[0], selected[1])
+
+
+def test_lrqk_of_the_paper_projects_a_follow_up_by_least_squares():
+    """Its bases move in each step, so there is no projection of the prompt's. What B_K leaves of a
+    new key is orthogonal to it."""
+    cache, _ = lrqk_caches_after_a_follow_up("paper")
+    new_keys = cache.kv.vectors[..., 40:, :16]
+    residual = new_keys - cache.a_k[..., 40:, :] @ cache.basis_k
+    along_b_k = residual @ cache.basis_k.mT
+    assert along_b_k.abs().max() < 1e-3 * residual.abs().max()
 
 
 # ------------------------------------------------------------------------------------------ EliteKV
