@@ -2245,58 +2245,88 @@ def test_elitekv_with_all_pairs_and_a_full_latent_has_the_dense_perplexity():
 # ----------------------------------------------------------------------------------- FDC invariants
 
 
+@dataclasses.dataclass
+class FdcFit:
+    """A fit of FDC, and what it is of."""
+
+    model: Llama
+    tokens: torch.Tensor  # [6, 48]
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, float]
+
+
 @pytest.fixture(scope="module")
 def fdc_fit():
-    """On text that the model itself would write: a random model predicts it well."""
+    """On text that the model itself would write, since a random model predicts no other text."""
     model = tiny_model(head_dim=48, qkv_bias=True)
     engine = make_engine(model, "dense", 6, 48)
-    engine.prefill([[i] for i in range(6)])
+    engine.prefill([[first] for first in range(6)])
     written = decode_rows(engine, 47, lambda _: False)
-    tokens = torch.tensor([[i, *ids] for i, ids in enumerate(written)])
-    return model, tokens, *calibrate.fit_fdc(model, tokens, 0.5)
+    texts = [[first, *ids] for first, ids in enumerate(written)]
+    tokens = torch.tensor(texts)
+    tensors, facts = calibrate.fit_fdc(model, tokens, 0.5)
+    return FdcFit(model, tokens, tensors, facts)
 
 
-def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit):
-    """Of unseen random tokens, up to the last position: keys' R belongs to the model, values' to
-    weights."""
-    model, _, tensors, _ = fdc_fit
-    places = torch.randint(0, 512, (20, 64), generator=torch.Generator().manual_seed(1))
-    cos, sin = rope_tables(model.config, 512, CPU)
+def queries_and_keys_at_random_positions(model: Llama, layer: int, head: int) -> torch.Tensor:
+    """After RoPE [n, D] in fp64: of one KV head its keys and its group's queries, of random tokens
+    that stand in any of the model's positions."""
+    generator = torch.Generator().manual_seed(1)
+    places = torch.randint(0, model.config.max_positions, (20, 64), generator=generator)
+    tokens = torch.tensor(random_ids(20 * 64)).view(20, 64)
+    cos, sin = rope_tables(model.config, model.config.max_positions, CPU)
     cos = cos[places]
     sin = sin[places]
-    seen = observed(model, torch.tensor(random_ids(20 * 64)).view(20, 64))
-    for layer, head in ((0, 1), (3, 2)):
-        basis = tensors["qk.basis"][layer, head].double()
-        energy = tensors["qk.values"][layer, head].double().square()
-        assert error(basis.T @ basis, torch.eye(48)) < 1e-5
+    q, k, _ = observed(model, tokens)[layer]
+    q = apply_rope(q, cos, sin).double().unflatten(2, (model.config.n_kv_heads, -1))
+    k = apply_rope(k, cos, sin).double()
+    return torch.cat((q[:, :, head].flatten(0, 2), k[:, :, head].flatten(0, 1)))
 
-        # The head's queries and key.
-        q, k, _ = seen[layer]
-        q = apply_rope(q, cos, sin).double().unflatten(2, (4, -1))[:, :, head]
-        k = apply_rope(k, cos, sin).double()[:, :, head]
-        x = torch.cat((q.flatten(0, 2), k.flatten(0, 1)))  # [n, D]
 
-        def kept(rotation: torch.Tensor, p: int, x=x) -> float:
-            """The fraction of the energy in the leading p columns."""
-            return ((x @ rotation[:, :p]).square().sum() / x.square().sum()).item()
+@pytest.mark.parametrize("layer, head", [(0, 1), (3, 2)])
+def test_fdc_basis_is_a_rotation_that_keeps_the_most_energy(fdc_fit, layer, head):
+    """Of random tokens that the fit has not seen, up to the last position: R belongs to the model,
+    not to a text."""
+    basis = fdc_fit.tensors["qk.basis"][layer, head].double()
+    energy = fdc_fit.tensors["qk.values"][layer, head].double().square()
+    assert error(basis.T @ basis, torch.eye(48)) < 1e-5
 
-        for p in (16, 32):
-            share = (energy[:p].sum() / energy.sum()).item()
-            assert kept(basis, p) == pytest.approx(share, rel=0.02)
-            for seed in range(5):
-                assert kept(basis, p) > kept(orthonormal(48, seed).double(), p)
+    x = queries_and_keys_at_random_positions(fdc_fit.model, layer, head)
 
-    attention = model.layers[1].attention
+    def kept(rotation: torch.Tensor, p: int) -> float:
+        """The fraction of the energy of x in the leading p columns."""
+        return ((x @ rotation[:, :p]).square().sum() / x.square().sum()).item()
+
+    for p in (16, 32):
+        fitted = (energy[:p].sum() / energy.sum()).item()
+        assert kept(basis, p) == pytest.approx(fitted, rel=0.02)
+        for seed in range(5):
+            assert kept(basis, p) > kept(orthonormal(48, seed).double(), p)
+
+
+def test_fdc_basis_of_values_is_the_best_of_the_weights(fdc_fit):
+    layer = 1
+    head = 1
+    attention = fdc_fit.model.layers[layer].attention
     _, _, w_v = attention.wqkv.weight.split(attention.widths)
-    values = tensors["v.values"][1, 1].square() / 48
-    assert_best_basis(w_v[48:96].T, tensors["v.basis"][1, 1], (8, 16, 40), values, 1e-3)
+    of_head = w_v.unflatten(0, (4, 48))[head]  # [D, dim]
+    basis = fdc_fit.tensors["v.basis"][layer, head]
+    squares = fdc_fit.tensors["v.values"][layer, head].square()
+    assert_best_basis(of_head.T, basis, (8, 16, 40), squares / len(of_head.T), 1e-3)
+
+
+def falling_values() -> torch.Tensor:
+    """Singular values [L, Hkv, D] of 2 layers and 3 heads, the largest first."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(2, 3, 80, generator=generator).sort(-1, descending=True).values
 
 
 def test_fdc_rates_are_where_ranks_change():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(2, 3, 80, generator=generator).sort(-1, descending=True).values
+    """Each rate is the least one at which some head goes down by 16 columns."""
+    values = falling_values()
     rates = calibrate.fdc_rates(values)
-    assert rates[0] == 0 and len(rates) == 1 + 2 * 3 * 4
+    assert rates[0] == 0
+    assert len(rates) == 1 + 2 * 3 * 4  # from 80 columns, a head can lose 16 four times
 
     def total(rate: float) -> int:
         return int(compress.fdc_ranks(values, rate).sum())
@@ -2306,65 +2336,104 @@ def test_fdc_rates_are_where_ranks_change():
         assert total((rate + next_rate) / 2) == total(rate)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.01, 0.1, 0.3, 0.6, 0.99])
+FDC_RATES = [0.0, 0.01, 0.1, 0.3, 0.6, 0.99]
+
+
+@pytest.mark.parametrize("rate", FDC_RATES)
 def test_fdc_ranks_obey_equation_1(rate):
-    generator = torch.Generator().manual_seed(0)
-    values = torch.rand(2, 3, 80, generator=generator).sort(-1, descending=True).values
+    values = falling_values()
     values[0, 0, 20:] = 0  # a head that is of rank 20
     ranks = compress.fdc_ranks(values, rate)
-    for layer, head in itertools.product(range(2), range(3)):
-        theta = values[layer, head].double()
-        # The least number of columns beside which at most `rate` is lost, rounded up to 16.
-        m = 1
-        while theta[m:].sum() > rate * theta.sum():
-            m += 1
-        assert ranks[layer, head] == min(80, math.ceil(m / 16) * 16)
-    assert (ranks >= compress.fdc_ranks(values, rate + 0.005)).all()
+    for layer in range(2):
+        for head in range(3):
+            theta = values[layer, head].double()
+            # The least number of columns beside which at most `rate` is lost, rounded up to 16.
+            m = 1
+            while theta[m:].sum() > rate * theta.sum():
+                m += 1
+            assert ranks[layer, head] == min(80, math.ceil(m / 16) * 16)
+
+
+@pytest.mark.parametrize("rate", FDC_RATES)
+def test_fdc_ranks_fall_with_the_rate(rate):
+    values = falling_values()
+    assert (compress.fdc_ranks(values, rate) >= compress.fdc_ranks(values, rate + 0.005)).all()
+
+
+@pytest.mark.parametrize("rate", FDC_RATES)
+def test_fdc_without_adaptive_ranks_gives_all_heads_their_mean(rate):
+    """Rounded down: a whole number of columns, and no more bytes."""
+    values = falling_values()
+    values[0, 0, 20:] = 0
+    ranks = compress.fdc_ranks(values, rate)
     equal = compress.fdc_ranks(values, rate, adaptive=False)
+    assert equal.shape == ranks.shape
     assert (equal == equal[0, 0]).all()
     assert 0 <= ranks.double().mean() - equal[0, 0] < 1
 
 
+def number_of_weights(model: Llama) -> int:
+    """Of its matrices, without biases and norms."""
+    return sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
 def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
-    """One forward pass with projectors gives the perplexity of token-by-token decoding through the
-    cache. The cache holds each head at its rank, and the weights of V and its output shrink to the
-    ranks."""
-    _, tokens, tensors, _ = fdc_fit
+    """One forward pass with projectors has the perplexity of decoding token by token through the
+    cache."""
     model = tiny_model(head_dim=48, qkv_bias=True)
-    qk, v = (compress.fdc_ranks(tensors[f"{kind}.values"], rate) for kind in ("qk", "v"))
-    searched = calibrate.fdc_accuracy(model, tokens, tensors, rate)[1].item()
-    before = sum(p.numel() for p in model.parameters() if p.ndim == 2)
-    engine = make_engine(model, "fdc", *tokens.shape, tensors, rate=rate)
-    prompts, rest = tokens[:, :1].tolist(), tokens[:, 1:]
-    logits = logits_through(engine, prompts, rest.tolist())[:-1]  # [n, B, V]
+    tokens = fdc_fit.tokens
+    _, searched = calibrate.fdc_accuracy(model, tokens, fdc_fit.tensors, rate).tolist()
+
+    engine = make_engine(model, "fdc", *tokens.shape, fdc_fit.tensors, rate=rate)
+    first = tokens[:, :1]
+    rest = tokens[:, 1:]
+    logits = logits_through(engine, first.tolist(), rest.tolist())[:-1]  # [n, B, V]
     loss = F.cross_entropy(logits.flatten(0, 1), rest.T.flatten())
     assert math.exp(loss) == pytest.approx(searched, 1e-4)
-    assert (
-        sum(cache.bytes_stored() for cache in engine.caches)
-        == tokens.numel() * int((qk + v).sum()) * 4
-    )
-    lost = int((48 - v).sum()) * 48 * (1 + 2)  # of W_V, and of W_O for both heads of a group
-    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == before - lost
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.3])
+def test_fdc_stores_and_multiplies_each_head_at_its_rank(fdc_fit, rate):
+    """In the cache, and in the weights of V and of the output."""
+    model = tiny_model(head_dim=48, qkv_bias=True)
+    k_ranks = compress.fdc_ranks(fdc_fit.tensors["qk.values"], rate)
+    v_ranks = compress.fdc_ranks(fdc_fit.tensors["v.values"], rate)
+    before = number_of_weights(model)
+    engine = make_engine(model, "fdc", 6, 48, fdc_fit.tensors, rate=rate)
+
+    stored = sum(cache.bytes_stored() for cache in engine.caches)
+    numbers_of_a_token = int((k_ranks + v_ranks).sum())
+    assert stored == 6 * 48 * numbers_of_a_token * 4  # rows, tokens, fp32
+
+    columns_lost = int((48 - v_ranks).sum())
+    dim = 48
+    of_w_v = columns_lost * dim
+    of_w_o = columns_lost * dim * 2  # for both heads of a group
+    assert number_of_weights(model) == before - of_w_v - of_w_o
 
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
-    model, tokens, tensors, facts = fdc_fit
-
     def accuracy(rate: float) -> float:
-        return calibrate.fdc_accuracy(model, tokens, tensors, rate)[0].item()
+        figures = calibrate.fdc_accuracy(fdc_fit.model, fdc_fit.tokens, fdc_fit.tensors, rate)
+        return figures[0].item()
 
-    rates = calibrate.fdc_rates(tensors["qk.values"], tensors["v.values"])
-    found = rates.index(float(tensors["rate"]))
+    rates = calibrate.fdc_rates(fdc_fit.tensors["qk.values"], fdc_fit.tensors["v.values"])
+    found = rates.index(float(fdc_fit.tensors["rate"]))
     assert found > 0
     dense = accuracy(0.0)
     assert dense > 0.95  # the model wrote the text itself
-    assert accuracy(rates[found]) >= 0.5 * dense > accuracy(rates[found + 1])
-    ratio = accuracy(rates[found]) / dense
-    assert facts["accuracy of dense's"] == pytest.approx(ratio)
+    floor = 0.5 * dense  # as fdc_fit asks
+    assert accuracy(rates[found]) >= floor
+    assert accuracy(rates[found + 1]) < floor
+    assert fdc_fit.facts["accuracy of dense's"] == pytest.approx(accuracy(rates[found]) / dense)
 
-    rate, kept_accuracy, _ = calibrate.fdc_search(model, tokens, tensors, 1.0)
-    assert rate < rates[found]
+
+def test_fdc_search_finds_a_smaller_rate_for_a_higher_floor(fdc_fit):
+    rate, kept_accuracy, _ = calibrate.fdc_search(
+        fdc_fit.model, fdc_fit.tokens, fdc_fit.tensors, 1.0
+    )
+    assert rate < float(fdc_fit.tensors["rate"])
     assert kept_accuracy >= 1
 
 
