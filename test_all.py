@@ -2440,35 +2440,59 @@ def test_fdc_search_finds_a_smaller_rate_for_a_higher_floor(fdc_fit):
 # -------------------------------------------------------------------------- sampling and the engine
 
 
-def test_greedy_top_k_and_top_p():
-    """Greedy takes the first of the largest."""
+@pytest.mark.parametrize("vocabulary", [1, 5, 63, 64, 65, 1000, 4096])
+def test_greedy_takes_the_first_of_the_largest(vocabulary):
+    """As argmax does, though parts of a row are searched side by side: of vocabularies that fill
+    them, of logits that are alike, -inf, or NaN, which argmax takes for the largest."""
+    logits = randn(7, vocabulary)
+    rounded = logits.round()
+    least = torch.full((2, vocabulary), -torch.inf)
+    broken = logits.masked_fill(logits > 1, NAN)
+    for each in (logits, rounded, least, broken):
+        assert torch.equal(sample(each, Sampling()), each.argmax(-1))
+
+
+LOGITS = [0.1, 3.0, 2.0, -1.0, 2.9]  # probabilities .02, .42, .15, .01, .38
+DRAWN_IDS = [  # sampling, and all ids that are drawn from LOGITS in the end
+    (Sampling(1.0), {0, 1, 2, 3, 4}),
+    (Sampling(1.0, top_k=2), {1, 4}),
+    (Sampling(1.0, top_k=9), {0, 1, 2, 3, 4}),  # more than there are: all
+    (Sampling(1.0, top_p=0.5), {1, 4}),  # the id that crosses top_p is one of them
+    (Sampling(1.0, top_p=0.3), {1}),
+    (Sampling(1e-300), {1}),  # less than fp32 can hold
+]
+
+
+@pytest.mark.parametrize("sampling, expected", DRAWN_IDS)
+def test_top_k_and_top_p_leave_the_likeliest(sampling, expected):
     torch.manual_seed(0)
-    for vocabulary in (1, 5, 63, 64, 65, 1000, 4096):
-        logits = randn(7, vocabulary)
-        least, broken = torch.full((2, vocabulary), -torch.inf), logits.masked_fill(logits > 1, NAN)
-        for each in (logits, logits.round(), least, broken):
-            assert torch.equal(sample(each, Sampling()), each.argmax(-1))
-    logits = torch.tensor([[0.1, 3.0, 2.0, -1.0, 2.9]]).repeat(4000, 1)
-    for options, expected in (
-        ({"top_k": 2}, {1, 4}),
-        ({"top_p": 0.5}, {1, 4}),
-        ({"top_p": 0.3}, {1}),
-    ):
-        assert set(sample(logits, Sampling(1.0, **options)).tolist()) == expected
-    half = sample(torch.zeros(99, 2), Sampling(1.0, top_p=0.5))
-    assert len(set(half.tolist())) == 1  # which holds just .5
-    assert (sample(logits, Sampling(1.0, top_k=9)) < 5).all()  # more than there are: all
-    assert (sample(logits, Sampling(1e-300)) == 1).all()  # less than fp32 can hold
-    for temperature in (0.5, 1.0, 2.0):
-        drawn = torch.bincount(sample(logits, Sampling(temperature)), minlength=5) / 4000
-        assert (drawn - (logits[0] / temperature).softmax(-1)).abs().max() < 0.03
+    logits = torch.tensor([LOGITS]).repeat(4000, 1)
+    assert set(sample(logits, sampling).tolist()) == expected
+
+
+def test_top_p_leaves_no_more_than_hold_it():
+    """Of two equal ids the first one holds just .5."""
+    drawn = sample(torch.zeros(99, 2), Sampling(1.0, top_p=0.5))
+    assert len(set(drawn.tolist())) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_draw_is_of_the_softmax(temperature):
+    torch.manual_seed(0)
+    logits = torch.tensor(LOGITS)
+    drawn = sample(logits.repeat(4000, 1), Sampling(temperature))
+    frequency = torch.bincount(drawn, minlength=5) / 4000
+    probability = (logits / temperature).softmax(-1)
+    assert (frequency - probability).abs().max() < 0.03
 
 
 def test_a_capture_warms_up_in_a_cache_of_one_token(monkeypatch):
+    """It runs the step four times, and each time in the first place."""
     for name in ("Stream", "current_stream", "CUDAGraph", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     engine = make_engine(tiny_model(), "dense", 2, 1, graphed=True)
-    assert engine.pos.tolist() == engine.tokens.tolist() == [0, 0]
+    assert engine.pos.tolist() == [0, 0]
+    assert engine.tokens.tolist() == [0, 0]
 
 
 GRAPHED = CASES
@@ -2478,20 +2502,42 @@ GRAPHED = CASES
 @over("method, options", lambda tests: tests.GRAPHED)
 def test_graph_replay_equals_eager(method, options):
     """One graph over 300 steps of a ragged batch, across the budget's edge at 32 tokens."""
-    prompts, tokens = [random_ids(n, n) for n in (5, 31, 60)], []
+    prompts = [random_ids(n, n) for n in (5, 31, 60)]
+    results = []
     for graphed in (False, True):
-        engine = make_engine(tiny_model().cuda(), method, 3, 400, graphed=graphed, **options)
+        model = tiny_model().cuda()
+        engine = make_engine(model, method, 3, 400, graphed=graphed, **options)
         engine.prefill(prompts)
-        tokens.append((decode_rows(engine, 300, lambda ids: False), engine.logits.tolist()))
-    assert tokens[0] == tokens[1]
+        tokens = decode_rows(engine, 300, lambda ids: False)
+        results.append((tokens, engine.logits.tolist()))
+    eager, replayed = results
+    assert replayed == eager
 
 
-NANO_CASES = [
-    *(("sals", options) for options in ({}, {"score": "sum"}, {"variant": "paper"})),
-    *((method, {}) for method in ("dense", "fdc", "loki")),
+NANO_CASES = [  # method, and settings
+    ("sals", {}),
+    ("sals", {"score": "sum"}),
+    ("sals", {"variant": "paper"}),
+    ("dense", {}),
+    ("fdc", {}),
+    ("loki", {}),
     ("topk", {"keep": 256}),
-    *(("lrqk", options) for options in ({"k": 256}, {"variant": "paper"})),
+    ("lrqk", {"k": 256}),
+    ("lrqk", {"variant": "paper"}),
 ]
+
+
+@contextlib.contextmanager
+def no_wait_for_the_device_and_no_compile():
+    """Around steps of a captured graph: a wait of the host is an error, and so is a compilation."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.compiler.set_stance("default")
 
 
 @needs_cuda
@@ -2500,59 +2546,95 @@ def test_nanos_greedy_tokens_with_and_without_kernels_and_graph(method, options)
     """The compiled graph neither compiles again nor waits for the host once it is captured."""
     prompts = [nano_question(2000, "silent harbor"), nano_question(4000, "amber lantern")]
     tokens = []
-    for kernel, graphed in itertools.product((False, True), repeat=2):
-        how = {"kernel": kernel, "compiled": graphed, "graphed": graphed}
-        engine = fitted_engine(NANO, method, 2, 1600, "cuda", **how, **options)
-        engine.prefill(prompts)
-        engine.draw()
-        if graphed:
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            torch.compiler.set_stance("fail_on_recompile")
-        made = []
-        for _ in range(24):
-            made.append(engine.tokens.clone())
-            engine.step()
-        torch.cuda.set_sync_debug_mode("default")
-        torch.compiler.set_stance("default")
-        tokens.append(torch.stack(made).tolist())
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    for kernel in (False, True):
+        for graphed in (False, True):
+            engine = fitted_engine(
+                NANO,
+                method,
+                2,
+                1600,
+                "cuda",
+                kernel=kernel,
+                compiled=graphed,
+                graphed=graphed,
+                **options,
+            )
+            engine.prefill(prompts)
+            engine.draw()
+            made = []
+            if graphed:
+                around_steps = no_wait_for_the_device_and_no_compile()
+            else:
+                around_steps = contextlib.nullcontext()
+            with around_steps:
+                for _ in range(24):
+                    made.append(engine.tokens.clone())
+                    engine.step()
+            tokens.append(torch.stack(made).tolist())
+    for others in tokens[1:]:
+        assert others == tokens[0]
 
 
-@pytest.mark.parametrize("size", ["MLP_CHUNK", "QUERY_CHUNK"])
-def test_long_prompts_are_read_in_chunks(size, monkeypatch):
-    """Up to the capacity's end: by the MLP, by attention over a past."""
-    whole, parts = (make_engine(tiny_model(), "dense", 1, 30) for _ in range(2))
-    whole.prefill([random_ids(30)])
-    monkeypatch.setattr(next(x for x in (Llama, model_file) if hasattr(x, size)), size, 7)
-    parts.prefill([random_ids(30)[:5]])
-    parts.append([random_ids(30)[5:]])
-    assert error(parts.logits, whole.logits) < 1e-5 and torch.equal(parts.pos, whole.pos)
+CHUNKED = [  # whose attribute says how long a chunk is: of the MLP, and of attention over a past
+    (Llama, "MLP_CHUNK"),
+    (model_file, "QUERY_CHUNK"),
+]
+
+
+@pytest.mark.parametrize("owner, chunk", CHUNKED)
+def test_long_prompts_are_read_in_chunks(owner, chunk, monkeypatch):
+    """Up to the capacity's end."""
+    ids = random_ids(30)
+    whole = make_engine(tiny_model(), "dense", 1, 30)
+    whole.prefill([ids])
+    monkeypatch.setattr(owner, chunk, 7)
+    in_chunks = make_engine(tiny_model(), "dense", 1, 30)
+    in_chunks.prefill([ids[:5]])
+    in_chunks.append([ids[5:]])
+    assert error(in_chunks.logits, whole.logits) < 1e-5
+    assert torch.equal(in_chunks.pos, whole.pos)
 
 
 def test_a_follow_up_of_one_row_changes_nothing_of_the_others():
-    """And reading draws no token: that is for decoding."""
     engine = make_engine(tiny_model(), "dense", 9, 40)
-    engine.sampling = Sampling(50.0)
     engine.prefill([random_ids(9)] * 9)
     before = engine.logits.clone()
+    others_read_nothing = [[] for _ in range(8)]
+    engine.append([random_ids(11), *others_read_nothing])
+    assert engine.logits[1:].equal(before[1:])
+    assert not engine.logits[0].equal(before[0])
+
+
+def test_reading_draws_no_token():
+    """That is for decoding: so a row that was read once can be drawn from often."""
+    engine = make_engine(tiny_model(), "dense", 9, 40)
+    engine.sampling = Sampling(50.0)
     numbers = engine.generator.get_state()
-    engine.append([random_ids(11), *[[]] * 8])
-    assert engine.logits[1:].equal(before[1:]) and not engine.logits[0].equal(before[0])
-    assert engine.generator.get_state().equal(numbers) and not engine.tokens.any()
+    engine.prefill([random_ids(9)] * 9)
+    engine.append([random_ids(11)] * 9)
+    assert engine.generator.get_state().equal(numbers)
+    assert not engine.tokens.any()
 
 
+@pytest.mark.parametrize("past", [0, 1, 77])
+@pytest.mark.parametrize("n", [1, 32, 70])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("group, dim", [(1, 16), (4, 96), (2, 128)])
-def test_causal_attention_over_a_past(group, dim, monkeypatch):
+def test_causal_attention_over_a_past(group, dim, dtype, bound, n, past, monkeypatch):
     """By masks, and in half precision on CUDA by flash attention."""
     monkeypatch.setattr(model_file, "QUERY_CHUNK", 32)
-    kinds = (torch.float32, 1e-5), (torch.bfloat16, 2e-2)
-    for (dtype, bound), n, past in itertools.product(kinds, (1, 32, 70), (0, 1, 77)):
-        q, *kv = (randn(m, h, dim, dtype=dtype) for m, h in ((n, 8), *[(past + n, 8 // group)] * 2))
-        heads = (x.float().repeat_interleave(8 // x.shape[1], 1).transpose(0, 1) for x in (q, *kv))
-        live = torch.ones(n, past + n, dtype=torch.bool, device=DEVICE).tril(past)
-        want = F.scaled_dot_product_attention(*heads, attn_mask=live).transpose(0, 1)
-        assert error(model_file.causal_attention(q, *kv), want) < bound, (dtype, n, past)
+    q = randn(n, 8, dim, dtype=dtype)
+    k = randn(past + n, 8 // group, dim, dtype=dtype)
+    v = randn(past + n, 8 // group, dim, seed=1, dtype=dtype)
+    live = torch.ones(n, past + n, dtype=torch.bool, device=DEVICE).tril(past)
+    expected = F.scaled_dot_product_attention(
+        q.float().transpose(0, 1),
+        k.float().repeat_interleave(group, 1).transpose(0, 1),
+        v.float().repeat_interleave(group, 1).transpose(0, 1),
+        attn_mask=live,
+    )
+    output = model_file.causal_attention(q, k, v)
+    assert error(output, expected.transpose(0, 1)) < bound
 
 
 # --------------------------------------------------------------------------------------- tokenizers
