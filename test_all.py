@@ -1729,6 +1729,34 @@ def test_prefill_holds_one_layers_keys_and_values_at_a_time(variant, monkeypatch
     assert len(keys_seen) == 4  # layers
 
 
+def test_a_rank_is_the_nearest_to_its_share():
+    assert compress.rank_of(1, 256) == 256
+    assert compress.rank_of(0.25, 256) == 64
+    assert compress.rank_of(0.0059, 256) == 2
+    assert compress.rank_of(0.001, 256) == 1  # at least
+
+
+SALS_SIZES = [  # KV heads of 16 dims, and the default r and r*
+    (1, (10, 8)),
+    (4, (40, 32)),  # five eighths of narrow keys, and at least 32 dims that scores read
+    (12, (120, 32)),
+    (15, (150, 32)),  # scores read at most an eighth of the keys' 240 dims
+    (16, (128, 32)),  # half of 256 dims
+    (64, (512, 128)),
+    (256, (1024, 256)),  # a quarter of 4096 dims, as in the paper
+]
+
+
+@pytest.mark.parametrize("n_heads, sizes", SALS_SIZES)
+def test_sals_sizes_follow_from_the_keys_width(n_heads, sizes):
+    """Where keys are narrow, the layers that attend all have latents, too; else KIVI's codes."""
+    config = tiny_config(n_heads=n_heads, n_kv_heads=n_heads)
+    assert compress.SalsSettings().ranks(config) == sizes
+    kivi = compress.kivi_layers(config, compress.SalsSettings(skip="0"))
+    is_narrow = config.kv_dim < 256
+    assert kivi == (set() if is_narrow else {0})
+
+
 # ---------------------------------------------------------------------------------- LRQK invariants
 
 
@@ -4519,39 +4547,49 @@ def test_fit_is_of_one_process(monkeypatch):
         calibrate.run()
 
 
-# --------------------------------------------------------------------------------- the command line
+# ------------------------------------------------- a tiny checkpoint, command lines in this process
 
 
 class CommandLine:
     """Runs command lines in this process, on the CPU unless they name CUDA. A line begins with
-    generate or a command of calibrate."""
+    generate, with a command of calibrate, or with a name of `programs`."""
 
     programs = {}  # others, by the word that a line begins with
 
     def __init__(self, monkeypatch, capsys):
-        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+        self.out = ""
+        self.err = ""
 
     def __call__(self, line: str, stdin: str | None = None) -> tuple[int, str, str]:
         """Exit code, stdout and stderr; the last two are kept as `out` and `err`."""
         if stdin is not None:
-            bytes_read = io.BytesIO(stdin.encode())
-            self.monkeypatch.setattr(
-                sys, "stdin", io.TextIOWrapper(bytes_read, "ascii", newline="")
-            )
+            data = io.BytesIO(stdin.encode())
+            # The locale's encoding is another: a command reads UTF-8 all the same.
+            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data, "ascii", newline=""))
         program, *argv = shlex.split(line)
-        run = self.programs.get(program)
-        if program != "generate" and not run:
-            run, argv = calibrate.run, [program, *argv]
         if "cuda" not in argv:
             self.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        self.monkeypatch.setattr(sys, "argv", ["command", *argv])
         code = 0
         try:
-            generate.run_command(run) if run else generate.main()
+            self.run(program, argv)
         except SystemExit as stop:
             code = stop.code or 0
         self.out, self.err = self.capsys.readouterr()
         return code, self.out, self.err
+
+    def run(self, program: str, argv: list[str]) -> None:
+        """Runs a program with these arguments; it may raise SystemExit."""
+        if program == "generate":
+            self.monkeypatch.setattr(sys, "argv", ["command", *argv])
+            generate.main()
+        elif program in self.programs:
+            self.monkeypatch.setattr(sys, "argv", ["command", *argv])
+            generate.run_command(self.programs[program])
+        else:
+            self.monkeypatch.setattr(sys, "argv", ["command", program, *argv])
+            generate.run_command(calibrate.run)
 
     def json(self, line: str, stdin: str | None = None) -> dict:
         """What a command prints as the last line of stdout."""
@@ -4564,8 +4602,31 @@ class CommandLine:
         for progress in (generate.Progress, calibrate.ProgressLine):  # a slow machine would show it
             self.monkeypatch.setattr(progress, "tick", lambda *_: None)
         code, out, err = self(line)
-        assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1), err
+        assert code == 2, err
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
         return err
+
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+NORM = "model.norm.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def fitted(tests) -> list[str]:
+    """The artifacts of the methods of `tests`; each has the name of a method."""
+    return sorted({row.artifact for row in tests.METHODS.values() if row.fit})
+
+
+def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
+    """As fitted to this folder's model by default; None: without this tensor."""
+    model = model or load_model(folder, CPU, torch.float32)
+    # A file wants tensors that share no memory.
+    copies = {name: t.contiguous().clone() for name, t in tensors.items() if t is not None}
+    path = compress.artifact_path(folder, method)
+    save_artifact(copies, path, compress.model_identity(model))
 
 
 def tiny_checkpoint(folder: Path, tests=sys.modules[__name__], **changes) -> Path:
@@ -4580,27 +4641,28 @@ def tiny_checkpoint(folder: Path, tests=sys.modules[__name__], **changes) -> Pat
     return folder
 
 
-def fitted(tests) -> list[str]:
-    """The artifacts of the methods of `tests`; each has the name of a method."""
-    return sorted({row.artifact for row in tests.METHODS.values() if row.fit})
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, request):
-    """A tiny checkpoint with bases of half the rank for SALS."""
+    """A tiny checkpoint with bases of five eighths of the rank for SALS."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", request.module)
     put_artifact(folder, "sals", compress.random_artifact("sals", tiny_config()))
     return folder
 
 
+def is_held_out(name: str) -> bool:
+    """Whether evaluation reads a file of the standard library, and so calibration does not."""
+    return zlib.crc32(name.encode()) % 16 == 0
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A few files of the standard library, of which evaluation reads two."""
-    folder, wanted = tmp_path_factory.mktemp("library"), {True: 2, False: 6}
+    """The largest files of the standard library: two that evaluation reads, six others."""
+    folder = tmp_path_factory.mktemp("library")
+    room = {True: 2, False: 6}  # by is_held_out
     for file in sorted(calibrate.STDLIB.glob("*.py"), key=lambda file: -file.stat().st_size):
-        held = zlib.crc32(file.name.encode()) % 16 == 0
-        if wanted[held]:
-            wanted[held] -= 1
+        held = is_held_out(file.name)
+        if room[held] > 0:
+            room[held] -= 1
             (folder / file.name).write_bytes(file.read_bytes()[:40000])
     return folder
 
@@ -4616,8 +4678,10 @@ def cli(checkpoint, library, monkeypatch, capsys):
 @pytest.fixture
 def folder(cli, checkpoint, tmp_path, monkeypatch):
     """A copy of the checkpoint, for tests that change it; cli takes it by default."""
-    monkeypatch.setattr(generate, "NANO", shutil.copytree(checkpoint, tmp_path / "model"))
-    return tmp_path / "model"
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint, path)
+    monkeypatch.setattr(generate, "NANO", path)
+    return path
 
 
 def edit_json(path: Path, **changes) -> None:
@@ -4631,570 +4695,163 @@ def drop_key(path: Path, name: str) -> None:
 
 
 def put_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Replaces a tensor, or drops it."""
-    tensors = load_file(folder / WEIGHTS) | {name: tensor}
-    save_file({n: t for n, t in tensors.items() if t is not None}, folder / WEIGHTS)
+    """Replaces a tensor of the checkpoint, or with None drops it."""
+    tensors = load_file(folder / WEIGHTS)
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, folder / WEIGHTS)
 
 
 def move_weights(folder: Path, **shards: str) -> None:
     """They go out of the folder; its index names shards."""
     shutil.move(folder / WEIGHTS, folder.parent / "outside.safetensors")
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": shards}))
-
-
-def put_artifact(folder: Path, method: str, tensors: dict, model: Llama | None = None) -> None:
-    """As fitted to this folder's model by default; None: without this tensor."""
-    model = model or load_model(folder, CPU, torch.float32)
-    # A file wants tensors that share no memory.
-    tensors = {name: t.contiguous().clone() for name, t in tensors.items() if t is not None}
-    save_artifact(tensors, compress.artifact_path(folder, method), compress.model_identity(model))
+    (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
 
 
 def truncate(path: Path, share: float = 0.5) -> None:
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
-WEIGHTS, NORM, UP = "model.safetensors", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
-INDEX = f"{WEIGHTS}.index.json"
-# What the error says, and the change of config.json, or of the folder, that it is about.
-DAMAGE = [
-    ("config.json: not valid JSON", lambda f: truncate(f / "config.json")),
-    ("config.json: no JSON object", lambda f: (f / "config.json").write_text("[1, 2]")),
-    (
-        "not a usable config; it lacks 'rms_norm_eps'",
-        lambda f: drop_key(f / "config.json", "rms_norm_eps"),
-    ),
-    (
-        "index.json: no weight_map in it",
-        lambda f: (move_weights(f), edit_json(f / INDEX, weight_map=None)),
-    ),
-    ("head_dim is", {"head_dim": 1 << 31}),
-    ("38 tensors cannot be 500000 layers", {"num_hidden_layers": 500_000}),
-    ("rope_theta is inf", {"rope_theta": math.inf}),
-    ("RoPE rotates pairs of dims", {"head_dim": 15}),
-    ("max_positions", {"max_position_embeddings": None}),
-    ("dim", {"hidden_size": None}),
-    ("not a usable config", {"rope_scaling": {"rope_type": "llama3", "factor": [2]}}),
-    ("not a usable config", {"rope_scaling": {"rope_type": "linear"}}),
-    ("'longrope' is not supported", {"rope_scaling": {"rope_type": "longrope"}}),
-    ("'gpt2' is not supported", {"model_type": "gpt2"}),
-    ("'gelu' is not supported; supported: silu", {"hidden_act": "gelu"}),
-    ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
-    ("do not belong together", {"intermediate_size": 63}),
-    ("asks for none; the two do not belong together", {"num_hidden_layers": 2}),
-    ("cannot share", {"num_key_value_heads": 3}),
-    ("sliding window", {"model_type": "mistral", "sliding_window": 8}),
-    ("no config.json", lambda f: (f / "config.json").unlink()),
-    (
-        "not finite in torch.float32; download it",
-        lambda f: put_weight(f, NORM, torch.full((48,), torch.nan)),
-    ),
-    ("'fp8' is not supported", {"quantization_config": {"quant_method": "fp8"}}),
-    (f"tensor {UP} is missing, config.json asks for [64, 48]", lambda f: put_weight(f, UP, None)),
-    ("outside.safetensors is missing", lambda f: move_weights(f, norm="../outside.safetensors")),
-    ("download it again", lambda f: truncate(f / WEIGHTS)),
-    ("saved as safetensors", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin")),
-    ("saved as safetensors", lambda f: move_weights(f)),
-    (
-        "outside the model's vocabulary of 100",
-        lambda f: save_checkpoint(tiny_model(vocab_size=100), f),
-    ),
-    ("calibrate.py fit", lambda f: compress.artifact_path(f, "sals").unlink()),
-    ("make it again", lambda f: truncate(compress.artifact_path(f, "sals"))),
-    (
-        "of another fingerprint",
-        lambda f: put_artifact(f, "sals", {"0.basis": torch.eye(64)}, tiny_model()),
-    ),
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The files of a folder."""
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+# --------------------------------------------------------------- files: damaged, read, and replaced
+
+BAD_CONFIGS = [  # changes to config.json, and what the error says
+    ({"head_dim": 1 << 31}, "head_dim is"),
+    ({"head_dim": 15}, "RoPE rotates pairs of dims"),
+    ({"num_hidden_layers": 500_000}, "38 tensors cannot be 500000 layers"),
+    ({"num_hidden_layers": 2}, "asks for none; the two do not belong together"),
+    ({"intermediate_size": 63}, "do not belong together"),
+    ({"num_key_value_heads": 3}, "cannot share"),
+    ({"max_position_embeddings": None}, "max_positions"),
+    ({"hidden_size": None}, "dim"),
+    ({"rope_theta": math.inf}, "rope_theta is inf"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": [2]}}, "not a usable config"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "not a usable config"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+    ({"model_type": "mistral", "sliding_window": 8}, "sliding window"),
+    ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "'fp8' is not supported"),
 ]
 
 
-def test_logits_that_are_not_finite_end_in_one_line(cli, folder):
-    norm = load_file(folder / WEIGHTS)["model.norm.weight"]
-    put_weight(folder, "model.norm.weight", torch.full_like(norm, 6e4))
+def assert_refused_and_nothing_written(message: str, cli, folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    line = "generate --method sals --prompt 'hello there' --max_new_tokens 20"
+    assert message in cli.refusal(line)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("changes, message", BAD_CONFIGS)
+def test_a_config_that_cannot_be_used_ends_in_one_line(changes, message, cli, folder):
+    edit_json(folder / "config.json", **changes)
+    assert_refused_and_nothing_written(message, cli, folder)
+
+
+def write_a_list_as_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[1, 2]")
+
+
+def write_an_index_of_nothing(folder: Path) -> None:
+    move_weights(folder)
+    edit_json(folder / INDEX, weight_map=None)
+
+
+def put_nan_into_a_norm(folder: Path) -> None:
+    put_weight(folder, NORM, torch.full((48,), torch.nan))
+
+
+def put_a_smaller_vocabulary(folder: Path) -> None:
+    save_checkpoint(tiny_model(vocab_size=100), folder)
+
+
+def put_the_artifact_of_another_model(folder: Path) -> None:
+    put_artifact(folder, "sals", {"0.basis": torch.eye(64)}, tiny_model())
+
+
+DAMAGE = [  # what is done to the folder, and what the error says
+    (lambda f: (f / "config.json").unlink(), "no config.json"),
+    (lambda f: truncate(f / "config.json"), "config.json: not valid JSON"),
+    (write_a_list_as_config, "config.json: no JSON object"),
+    (
+        lambda f: drop_key(f / "config.json", "rms_norm_eps"),
+        "not a usable config; it lacks 'rms_norm_eps'",
+    ),
+    (write_an_index_of_nothing, "index.json: no weight_map in it"),
+    (lambda f: move_weights(f), "saved as safetensors"),
+    (
+        lambda f: move_weights(f, norm="../outside.safetensors"),
+        "outside.safetensors is missing",
+    ),
+    (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "saved as safetensors"),
+    (lambda f: truncate(f / WEIGHTS), "download it again"),
+    (put_nan_into_a_norm, "not finite in torch.float32; download it"),
+    (lambda f: put_weight(f, UP, None), f"tensor {UP} is missing, config.json asks for [64, 48]"),
+    (put_a_smaller_vocabulary, "outside the model's vocabulary of 100"),
+    (lambda f: compress.artifact_path(f, "sals").unlink(), "calibrate.py fit"),
+    (lambda f: truncate(compress.artifact_path(f, "sals")), "make it again"),
+    (put_the_artifact_of_another_model, "of another fingerprint"),
+]
+
+
+@pytest.mark.parametrize("damage, message", DAMAGE)
+def test_damaged_folders_end_in_one_line(damage, message, cli, folder):
+    damage(folder)
+    assert_refused_and_nothing_written(message, cli, folder)
+
+
+def test_logits_beyond_fp16_end_in_one_line(cli, folder):
+    """The weights are within fp16's range. In bf16, as the error says, the same model runs."""
+    norm = load_file(folder / WEIGHTS)[NORM]
+    put_weight(folder, NORM, torch.full_like(norm, 6e4))
     line = "generate --prompt hello --max_new_tokens 3 --dtype"
-    assert "not finite in torch.float16; use --dtype bf16 or fp32" in cli.refusal(f"{line} fp16")
+    told = cli.refusal(f"{line} fp16")
+    assert "not finite in torch.float16; use --dtype bf16 or fp32" in told
     assert cli(f"{line} bf16")[0] == 0
-    put_weight(folder, "model.norm.weight", torch.full_like(norm, 1e5))
-    assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in cli.refusal(
-        f"{line} fp16"
-    )
+
+
+def test_weights_beyond_fp16_end_in_one_line(cli, folder):
+    norm = load_file(folder / WEIGHTS)[NORM]
+    put_weight(folder, NORM, torch.full_like(norm, 1e5))
+    told = cli.refusal("generate --prompt hello --max_new_tokens 3 --dtype fp16")
+    assert "model.norm.weight is not finite in torch.float16; use --dtype bf16" in told
+
+
+def test_logits_that_become_nan_while_decoding_are_refused():
     engine = make_engine(tiny_model(), "dense", 1, 9)
     engine.prefill([[5]])
-    with mock.patch.object(engine, "decode", lambda *_: torch.full((1, 96), torch.nan)):
+    nan_logits = torch.full((1, 96), torch.nan)
+    with mock.patch.object(engine, "decode", lambda *_: nan_logits):
         with pytest.raises(UserError, match="not finite in torch.float32; use"):
             decode_rows(engine, 3, lambda ids: False)
 
 
-def test_a_failed_compile_ends_in_one_line(cli):
-    with torch._inductor.config.patch(
-        {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
-    ):
-        told = cli.refusal("generate --prompt hello --compile")
-    assert "/no/compiler" in told and told.endswith("; use --no-compile\n")
-
-
-@pytest.mark.parametrize("message,damage", DAMAGE)
-def test_damaged_folders_end_in_one_line(message, damage, cli, folder):
-    damage(folder) if callable(damage) else edit_json(folder / "config.json", **damage)
-    before = sorted(folder.iterdir())
-    assert message in cli.refusal(
-        "generate --method sals --prompt 'hello there' --max_new_tokens 20"
-    )
-    assert sorted(folder.iterdir()) == before
-
-
-# Command lines and what their errors say. few.txt is a text, again a folder with a tokenizer.
-BAD_COMMANDS = {
-    "generate --prompt 5 --batch_size 2147483647": "not enough memory (",
-    "generate --method magic": "unknown method 'magic'; the methods are: "
-    "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
-    "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
-    f"generate --method kivi --residual {10**20}": f"{10**20}: give a number in [0, 1e9]",
-    "generate --method sals --rank x": "--rank: invalid float value: 'x'",
-    f"generate --prompt {'1' * 5000}": "more than the model's 512",
-    "generate --prompt ''": "empty",
-    "generate --prompt hi --system x": "no chat template",
-    "generate --prompt 0": "no tokens",
-    "generate --prompt @nowhere.txt": "No such file",
-    "generate --prompt @/dev/zero": "no regular file",
-    "generate --prompt @latin.txt": "latin.txt: not UTF-8",
-    "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
-    "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
-    "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
-    "generate --chat": "--chat needs a --prompt",
-    "generate --random_weights llama-2-7b --prompt 5 --ask x": "tokenizer",
-    "generate --prompt hello --max_seq_length 600": "the model's 512; shorten --max_seq_length",
-    "generate --prompt a --prompt b --ask who?": "--ask takes one --prompt",
-    "generate --prompt 60 --max_seq_length 40": "raise --max_seq_length",
-    "generate --checkpoint nowhere": "no such folder",
-    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "not both",
-    "generate --random_weights llama-2-7b --prompt hi": "give --prompt N",
-    "generate --chat --prompt hi --ask who?": "takes no --ask",
-    "generate": "no demo.txt",
-    "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
-    "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
-    "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
-    "generate --method elitekv --d_ckv 49 --prompt 5": "the latent can have 1 to 48 dims",
-    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a mult",
-    "generate --method sals --skip first --prompt 5": "layer numbers",
-    "generate --prompt 5 --prompt 6 --batch_size 1": "at least the number of prompts",
-    "generate --device cuda": "--device cpu",
-    # before the dense run of the demo
-    "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",
-    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method eli",
-    "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave",
-    "fly": "invalid choice",
-    "fit --checkpoint small --method loki": "has 4096 ids, the model's vocabulary 300",
-    "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
-    "fit --method sals --text none": "No such file",
-    "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
-}
-BAD_COMMANDS["fit --out few.txt/x"] = "--out: no file can be written"
-
-
-@pytest.fixture(scope="module")
-def desk(checkpoint, tmp_path_factory):
-    """The folder in which bad commands run."""
-    folder = tmp_path_factory.mktemp("desk")
-    (folder / "few.txt").write_text("too short")
-    (folder / "latin.txt").write_bytes(b"caf\xe9")
-    save_checkpoint(tiny_model(vocab_size=300), folder / "small")
-    (folder / "again").mkdir()
-    for name in ("small", "again"):
-        shutil.copy(NANO / "tokenizer.model", folder / name)
-    added = {4096: {"content": "magic number"}}
-    (folder / "again" / "tokenizer_config.json").write_text(
-        json.dumps({"added_tokens_decoder": added})
-    )
-    for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
-        (folder / path.name).symlink_to(path)
-    return folder
-
-
-@pytest.fixture
-def little_memory():
-    """A GB more than this process has, where the system tells that."""
-    if not (statm := Path("/proc/self/statm")).exists():
-        yield
-        return
-    import resource
-
-    before, pages = resource.getrlimit(resource.RLIMIT_AS), int(statm.read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@over("line, message", lambda tests: tests.BAD_COMMANDS.items())
-def test_bad_commands_end_in_one_line_before_anything_runs(
-    line, message, desk, cli, monkeypatch, little_memory
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
-    monkeypatch.chdir(desk)
-    before = sorted(desk.rglob("*"))
-    assert message in cli.refusal(line)
-    assert sorted(desk.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name, module", [("eval", "extras.evaluate"), ("train", "extras.train")])
-def test_a_command_that_has_moved_says_where(name, module, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["calibrate.py", name, "--method", "sals"])
-    with pytest.raises(SystemExit) as stop:
-        generate.run_command(calibrate.run)
-    assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err == f"error: calibrate.py {name} has moved; run python -m {module}\n"
-    )
-
-
-def test_a_rank_is_the_nearest_to_its_share():
-    assert [compress.rank_of(share, 256) for share in (1, 0.25, 0.0059, 0.001)] == [256, 64, 2, 1]
-    for heads, sizes in (
-        (1, (10, 8)),
-        (4, (40, 32)),
-        (12, (120, 32)),
-        (16, (128, 32)),
-        (64, (512, 128)),
-    ):
-        c = tiny_config(n_heads=heads, n_kv_heads=heads)
-        assert compress.SalsSettings().ranks(c) == sizes  # r and r*
-        kivi = compress.kivi_layers(c, compress.SalsSettings(skip="0"))
-        assert kivi == ({0} if heads >= 16 else set())  # of narrow keys latents
-
-
-@pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
-def test_too_little_memory_says_what_would_fit(method, options, monkeypatch):
-    """To the byte; where the model runs on the CPU host memory counts."""
-    model, settings = tiny_model(), compress.settings_from(method, options)
-    row = sum(
-        c.bytes_formula() + c.bytes_host()
-        for c in make_engine(model, method, 1, 60, **options).caches
-    )
-    for free, rows, more, tokens in (
-        (row, 1, 2, 30),
-        (2 * row - 1, 1, 2, 59),
-        (row * 5 // 2, 2, 4, 37),
-    ):
-        monkeypatch.setattr(generate, "free_memory", lambda device, free=free: free)
-        generate.check_memory(model, method, settings, {}, rows, 60)
-        with pytest.raises(
-            UserError, match=f"memory.* {rows} rows or {tokens} tokens a row would fit"
-        ):
-            generate.check_memory(model, method, settings, {}, more, 60)
-
-
-@pytest.mark.parametrize("own, spins", [({}, "1000"), ({"OMP_WAIT_POLICY": "passive"}, "0")])
-def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(
-    own, spins, monkeypatch
-):
-    """Unless a user says how."""
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # which this process has set
-    code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
-    run = python("-c", code, OMP_DISPLAY_ENV="VERBOSE", **own)
-    # nothing where torch has another OpenMP
-    said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)
-    assert run.returncode == 0 and set(said) <= {spins}
-
-
-def test_json_is_the_last_line_and_complete(cli):
-    """Of a cache that lies in two memories."""
-    names = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
-        first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
-        cache_bytes_host miss_rate bytes_read_per_step peak_memory_bytes capture_s seed versions"""
-    line = "generate --prompt 30 --prompt 30 --batch_size 3 --max_new_tokens 9 --ignore_eos"
-    report = cli.json(f"{line} --method lrqk --rank 8 --k 10 --recent 4")
-    assert report["prompt_tokens"] == [30, 30, 30] and report["new_tokens"] == [9, 9, 9]
-    ids = report["token_ids"]
-    # two random prompts
-    assert [len(row) for row in ids] == [9, 9, 9] and ids[0] == ids[2] != ids[1]
-    assert report["settings"]["rank"] == 8 and report["seed"] == 0
-    assert 50e6 < report["peak_memory_bytes"] < 1e12
-    assert set(names.split()) <= set(report)
-    assert (
-        0 < report["miss_rate"] < 1 and f"miss_rate             {report['miss_rate']}\n" in cli.err
-    )
-    assert (
-        report["cache_bytes_host"] == report["cache_bytes_dense"] > report["cache_bytes_measured"]
-    )
-    plain = cli.json(line)
-    assert plain["cache_bytes_host"] == 0 and plain["miss_rate"] is None
-    assert "cache_bytes_host" not in cli.err and "every token is attended" not in cli.err
-
-
-def test_the_first_token_waits_for_prompt_and_questions(cli, monkeypatch):
-    append, slow = generate.Engine.append, 0.25
-    monkeypatch.setattr(generate.Engine, "append", lambda *args: time.sleep(slow) or append(*args))
-    line = "generate --prompt 'once upon a time' --max_new_tokens 2 --ignore_eos"
-    plain, asked = cli.json(line), cli.json(f"{line} --ask 'who is it' --ask where?")
-    assert plain["first_token_s"] >= plain["prefill_s"] >= slow
-    assert asked["first_token_s"] >= asked["prefill_s"] > 2 * slow
-    assert len(asked["prompt_tokens"]) == len(asked["token_ids"]) == len(asked["text"]) == 2
-    assert min(asked["prompt_tokens"]) > plain["prompt_tokens"][0]  # with the question
-    # A step reads what the row holds: the prompt, the last question and its answer.
-    lengths = [report["prompt_tokens"][-1] + report["new_tokens"][-1] for report in (plain, asked)]
-    read = [report["bytes_read_per_step"] for report in (plain, asked)]
-    assert read[1] * lengths[0] == read[0] * lengths[1]
-
-
-def test_a_prompt_is_read_once_and_asked_often(cli, tmp_path):
-    """From a file, and in a batch: as if each question were the only one after the prompt."""
-    line = "generate --method sals --prompt 'once upon a time'"
-    end = f"--max_new_tokens 6 --save_cache {tmp_path}/c"
-    alone = [cli.json(f"{line} --ask '{ask} is it' {end}") for ask in ("who", "where")]
-    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
-    both = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 {end}")
-    again = cli.json(f"{load} --ask 'where is it'")
-    twice = cli.json(f"{load} --ask 'who is it' --batch_size 2")
-    went_on, never_left = (
-        cli.json(f"{load} --save_cache {tmp_path}/d"),
-        cli.json(f"{line} --max_new_tokens 6"),
-    )
-    loaded, saved_again = (load_file(tmp_path / name) for name in "cd")
-    assert loaded.keys() == saved_again.keys()
-    assert all(loaded[name].equal(saved_again[name]) for name in loaded)
-    for name in ("token_ids", "text", "prompt_tokens"):
-        assert both[name] == [*alone[0][name], *alone[1][name], *alone[0][name]]
-        assert again[name] == alone[1][name] and twice[name] == alone[0][name] * 2
-        assert went_on[name] == never_left[name]
-    # no dense one has it
-    assert cli(f"{load} --ask 'who is it'")[0] == 0 and cli.out.count("sals:") == 1
-    # whose cache is not the one saved
-    assert cli(f"{line} --ask 'who is it' {end}")[1].count("dense:") == 1
-    assert cli.json(f"{load} --ask 'where is it'")["text"] == alone[1]["text"]
-
-
-def test_a_cache_of_another_run_is_refused(cli, folder, tmp_path):
-    line, file = "generate --max_new_tokens 4 --method lrqk --recent 8", tmp_path / "c"
-
-    def told(options: str) -> str:
-        return cli.refusal(f"{line} --k 20 --load_cache {file} {options}")
-
-    assert cli(f"{line} --k 20 --prompt 60 --prompt 9 --save_cache {file}")[0] == 0
-    assert cli(f"{line} --k 20 --load_cache {file} --max_seq_length 99")[0] == 0
-    assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
-    assert "of another settings (" in told("--k 9")
-    dtypes = "of another dtype (torch.float32, here torch.bfloat16); load it with the options that"
-    assert dtypes in told("--dtype bf16")
-    assert "needs a --batch_size of 2, not 1; raise --batch_size" in told("--batch_size 1")
-    assert "needs a --max_seq_length of 60, not 40; raise --max_seq_length" in told(
-        "--max_seq_length 40"
-    )
-    assert "need 64 positions, not 62; raise --max_seq_length" in told("--max_seq_length 62")
-    assert "has the prompt; give --ask" in told("--prompt 5")
-    assert "--chat needs a --prompt" in told("--system brief")
-    assert f"{file}: " in cli.refusal(f"generate --prompt 5 --save_cache {file}/c")
-    assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")
-    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
-    assert "of another fingerprint (" in told("")
-    truncate(file)
-    assert "truncated or damaged" in told("")
-    # A budget that was cut by the cache is another in a larger one.
-    assert cli(f"{line} --k 99 --prompt 60 --save_cache {file}")[0] == 0
-    assert "every token is attended" in cli.err
-    larger = f"{line} --k 99 --load_cache {file} --max_seq_length 150"
-    assert "saved with --max_seq_length 64, for which" in cli.refusal(larger)
-    assert sorted(tmp_path.iterdir()) == [file, folder]
-
-
-@needs_cuda
-@pytest.mark.parametrize("method", ["dense", "sals"])
-def test_commands_run_on_cuda(method, cli):
-    report = cli.json(
-        f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8"
-    )
-    assert report["device"] == torch.cuda.get_device_name() and report["dtype"] == "bfloat16"
-    assert report["capture_s"] > 0 and report["new_tokens"] == [8]
-    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
-
-
-def test_prompts_from_text_file_and_stdin_agree(cli, folder, tmp_path):
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
-    text, file, lengths = "some words\nand caf\u00e9", tmp_path / "prompt.txt", []
-    raw = "\ufeff" + text.replace("\n", "\r\n")
-    file.write_bytes(raw.encode())
-    for chat in ("", "--chat"):
-        line = f"generate {chat} --max_new_tokens 12 --prompt"
-        first, *others = (
-            cli.json(f"{line} '{prompt}'", stdin=raw) for prompt in (text, f"@{file}", "-")
-        )
-        for name in ("prompt_tokens", "token_ids", "text"):
-            assert all(other[name] == first[name] for other in others)
-        lengths += first["prompt_tokens"]
-    # "?" in the place of BOS
-    assert lengths[0] == len(load_tokenizer(NANO).encode(text)) == lengths[1]
-    chat = generate.LLM(folder, device="cpu").chat([{"role": "user", "content": text}], 12)
-    assert [chat.token_ids] == first["token_ids"] and [chat.text] == first["text"]
-
-
-@over("method", lambda tests: tests.METHODS)
-def test_help_names_every_method_and_setting(method, cli):
-    code, out, _ = cli(f"generate --method {method} --help")
-    assert code == 0 and f"\n  {method} " in out
-    for f in dataclasses.fields(method_named(method).settings):
-        assert f"--{f.name}" in out and f.metadata["help"].split()[-1] in out
-
-
-def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
-    (tmp_path / "link.py").symlink_to(ROOT / "generate.py")
-    assert runpy.run_path(str(tmp_path / "link.py"))["NANO"] == NANO
-
-
-@pytest.mark.parametrize("method", ["dense", "sals"])
-def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
-    line = f"generate --random_weights tiny --method {method} --prompt 100"
-    line += " --batch_size 2 --max_new_tokens 4"
-    report = cli.json(line)
-    assert report["prompt_tokens"] == [100, 100] and [len(ids) for ids in report["token_ids"]] == [
-        4,
-        4,
-    ]
-
-
-def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(
-    cli, folder, monkeypatch
-):
-    methods = calibrate.fits_of("all").keys()
-    for method in fitted(sys.modules[__name__]):
-        compress.artifact_path(folder, method).unlink()
-    size, model = "--windows 4 --window 64", load_model(folder, CPU, torch.float32)
-    with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "fit_elitekv", mock.Mock(side_effect=UserError("not this model")))
-        code, out, err = cli(f"fit --method all {size} --dtype bf16")
-        assert code == 0 and "elitekv: not fitted" in err
-        for sentence in (
-            r"sals.safetensors: A latent of a quarter of the key dims keeps \d\d\.\d% of",
-            r"loki.safetensors: A quarter of a head's components hold \d\d\.\d% of the variance",
-            r"fdc.safetensors: At a rate of [\d.]+ a head keeps [\d.]+ dims of its queries",
-        ):
-            assert re.search(sentence, out)
-        assert cli(f"fit --method elitekv {size}")[0] == 2
-    assert {path.stem for path in folder.glob("*.safetensors")} == {"model", *methods} - {"elitekv"}
-    code, out, _ = cli(f"fit --method elitekv {size}")
-    assert code == 0 and re.search(
-        r"rotates \d+ pairs of dims, beside a latent of \d+ numbers", out
-    )
-    for method in methods:
-        assert load_artifact(folder, method, model)
-    tensors = load_artifact(folder, "sals", model)
-    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 40)
-    assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
-    assert cli(f"fit --method sals {size} --max_rank 0.25")[0] == 0
-    assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
-
-
-def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    out = tmp_path / "cache" / "fits"
-    for method in ("loki", "sals"):
-        assert cli(f"fit --method {method} --out {out} --windows 2 --window 4")[0] == 0
-    assert before == {path: path.read_bytes() for path in folder.iterdir()}
-    assert (out / WEIGHTS).is_symlink() and not (out / "loki.safetensors").is_symlink()
-    assert (
-        cli(f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3")[0] == 0
-    )
-    with mock.patch.object(os, "access", lambda *_: False):
-        assert f"written into {folder}; give --out FOLDER" in cli.refusal("fit --method loki")
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
-    monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
-    for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
-        assert "the weights need" in cli.refusal(line)
-
-
-def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(cli, monkeypatch):
-    monkeypatch.setattr(generate, "free_memory", lambda device: 10**9)
-    line = "generate --prompt 5 --batch_size 2147483647"
-    assert "the dense cache of 2147483647 rows" in cli.refusal(line)
-
-
-@over("method", fitted)
-def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
-    model = load_model(checkpoint, CPU, torch.float32)
-    good = artifact_of(method, model)
-
-    def reloaded(tensors: dict) -> dict:
-        put_artifact(tmp_path, method, tensors, model)
-        return load_artifact(tmp_path, method, model)
-
-    for name, (kind, *shape) in method_named(method).tensors(model.config).items():
-        tensor = good[name]
-        wrong = [(f"{name} is missing", None), (rf"{name} is \[", torch.stack((tensor, tensor)))]
-        for other in (torch.complex64, torch.int8, torch.int32 if kind is float else torch.float32):
-            wrong.append(("numbers", tensor.to(other)))
-        if kind is float:
-            wrong.append(("not finite", tensor * torch.nan))
-        elif shape:
-            wrong.append(("is no order", tensor + 1))
-        for message, instead in wrong:
-            with pytest.raises(UserError, match=message):
-                reloaded(good | {name: instead})
-    for tensors in (good, compress.random_artifact(method, model.config)):
-        assert reloaded(tensors).keys() == tensors.keys()
-
-
-def test_files_are_replaced_together_or_not_at_all(folder, tmp_path):
-    """A full disk, or Ctrl-C, leaves the old files."""
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    tensors = {"a": torch.zeros(2)}
-
-    def replace_two(target: Path) -> None:
-        with compress.replacing(target, "two") as partial:
-            (partial / "config.json").write_text("{}")
-            save_artifact(tensors, partial / WEIGHTS, {})
-
-    for mistake, says in (
-        (OSError("No space left on device"), "No space left"),
-        (KeyboardInterrupt(), "^$"),
-    ):
-        told = type(mistake)
-
-        def half(path, data, mistake=mistake):
-            path.write_text("half")
-            raise mistake
-
-        with mock.patch.object(Path, "write_bytes", half):
-            for target in (folder, tmp_path / "new"):
-                with pytest.raises(told, match=says):
-                    replace_two(target)
-            with pytest.raises(told, match=says):
-                save_artifact(tensors, folder / "b.safetensors", {})
-        assert {path: path.read_bytes() for path in folder.iterdir()} == before
-        assert not (tmp_path / "new").exists()
-    replace_two(folder)
-    assert set(folder.iterdir()) == before.keys()
-    assert (folder / WEIGHTS).read_bytes() != before[folder / WEIGHTS]
-    (tmp_path / "plain").write_text("")
-    # all can read it
-    assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_two_that_write_one_file_do_not_meet(tmp_path):
-    (killed := tmp_path / "a.killed.partial").mkdir()
-    os.utime(killed, (0, 0))
-    with calibrate.replacing(tmp_path, "a") as first:
-        (first / "a").write_text("first")
-        with calibrate.replacing(tmp_path, "a") as second:
-            (second / "a").write_text("second")
-        assert (tmp_path / "a").read_text() == "second"
-    assert (tmp_path / "a").read_text() == "first" and list(tmp_path.iterdir()) == [tmp_path / "a"]
-
-
 def test_the_index_names_the_files(folder):
-    tensors, before = (
-        load_file(folder / WEIGHTS),
-        load_model(folder, CPU, torch.float32).state_dict(),
-    )
+    """A tensor is read from the file that the index has for it, whatever other files hold."""
+    before = load_model(folder, CPU, torch.float32).state_dict()
+    tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    index = dict(zip(tensors, itertools.cycle("ab"), strict=False))
-    for file in "ab":  # what it does not name there is old
-        part = {name: t if index[name] == file else t + 1 for name, t in tensors.items()}
-        save_file(part | {"old": torch.ones(2)}, folder / file)
-    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+    files = {"a": {"old": torch.ones(2)}, "b": {"old": torch.ones(2)}}
+    weight_map = {}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        own, other = ("a", "b") if i % 2 == 0 else ("b", "a")
+        weight_map[name] = own
+        files[own][name] = tensor
+        files[other][name] = tensor + 1  # left from an older version, say
+    for file, held in files.items():
+        save_file(held, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
     after = load_model(folder, CPU, torch.float32).state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
 
 
 def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
@@ -5202,242 +4859,330 @@ def test_a_tied_matrix_may_have_the_name_of_the_output(folder):
     put_weight(folder, "model.embed_tokens.weight", None)
     put_weight(folder, "lm_head.weight", expected)
     model = load_model(folder, CPU, torch.float32)
-    assert model.output.weight is model.tok_embeddings.weight and torch.equal(
-        model.output.weight, expected
-    )
-    # the files may hold both, and they count
-    put_weight(folder, "model.embed_tokens.weight", expected + 1)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert torch.equal(model.output.weight, expected)
+
+
+def test_a_tied_matrix_that_the_files_hold_twice_is_two(folder):
+    """The config says tied, but the files count."""
+    output = load_model(folder, CPU, torch.float32).output.weight.clone()
+    put_weight(folder, "lm_head.weight", output)
+    put_weight(folder, "model.embed_tokens.weight", output + 1)
     model = load_model(folder, CPU, torch.float32)
-    assert torch.equal(model.output.weight, expected) and not model.config.tied
-    assert torch.equal(model.tok_embeddings.weight, expected + 1)
+    assert not model.config.tied
+    assert torch.equal(model.output.weight, output)
+    assert torch.equal(model.tok_embeddings.weight, output + 1)
 
 
-def test_streams_and_locales_that_know_other_characters(cli, tmp_path, monkeypatch):
-    """Files are UTF-8 in every locale."""
+def wrong_tensors(tensor: torch.Tensor, kind: type, n_dims: int) -> list:
+    """Tensors in the place of an artifact's, and what their errors say."""
+    wrong = [
+        (None, "is missing"),
+        (torch.stack((tensor, tensor)), r"is \["),
+        (tensor.to(torch.complex64), "numbers"),
+        (tensor.to(torch.int8), "numbers"),
+    ]
+    if kind is float:
+        wrong.append((tensor.to(torch.int32), "numbers"))
+        wrong.append((tensor * torch.nan, "not finite"))
+    else:
+        wrong.append((tensor.to(torch.float32), "numbers"))
+        if n_dims > 0:
+            wrong.append((tensor + 1, "is no order"))
+    return wrong
+
+
+@over("method", fitted)
+def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
+    model = load_model(checkpoint, CPU, torch.float32)
+    good = artifact_of(method, model)
+    for name, (kind, *shape) in method_named(method).tensors(model.config).items():
+        for tensor, message in wrong_tensors(good[name], kind, len(shape)):
+            put_artifact(tmp_path, method, good | {name: tensor}, model)
+            with pytest.raises(UserError, match=f"{re.escape(name)} .*{message}"):
+                load_artifact(tmp_path, method, model)
+
+
+@over("method", fitted)
+def test_an_artifact_that_has_all_tensors_of_its_method_is_loaded(method, checkpoint, tmp_path):
+    model = load_model(checkpoint, CPU, torch.float32)
+    for tensors in (artifact_of(method, model), compress.random_artifact(method, model.config)):
+        put_artifact(tmp_path, method, tensors, model)
+        assert load_artifact(tmp_path, method, model).keys() == tensors.keys()
+
+
+def replace_two_files(folder: Path) -> None:
+    """A config.json and weights that are no model's."""
+    with compress.replacing(folder, "two") as partial:
+        (partial / "config.json").write_text("{}")
+        save_artifact({"a": torch.zeros(2)}, partial / WEIGHTS, {})
+
+
+MISTAKES = [  # while a file is written
+    OSError("No space left on device"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_while_files_are_written_leaves_the_old_ones(mistake, folder, tmp_path):
+    before = contents(folder)
+
+    def write_half(path, data):
+        path.write_text("half")
+        raise mistake
+
+    with mock.patch.object(Path, "write_bytes", write_half):
+        for target in (folder, tmp_path / "new"):
+            with pytest.raises(type(mistake), match=f"^{mistake}$"):
+                replace_two_files(target)
+        with pytest.raises(type(mistake), match=f"^{mistake}$"):
+            save_artifact({"a": torch.zeros(2)}, folder / "b.safetensors", {})
+    assert contents(folder) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_are_replaced_together(folder, tmp_path):
+    before = contents(folder)
+    replace_two_files(folder)
+    after = contents(folder)
+    assert after.keys() == before.keys()
+    assert after[folder / "config.json"] == b"{}"
+    assert after[folder / WEIGHTS] != before[folder / WEIGHTS]
+    # Whoever can read other files can read these.
+    (tmp_path / "plain").write_text("")
+    assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_two_that_write_one_file_do_not_meet(tmp_path):
+    """Each writes into a folder of its own. One that a killed process has left long ago goes."""
+    killed = tmp_path / "a.killed.partial"
+    killed.mkdir()
+    os.utime(killed, (0, 0))
+    with calibrate.replacing(tmp_path, "a") as first:
+        (first / "a").write_text("first")
+        with calibrate.replacing(tmp_path, "a") as second:
+            (second / "a").write_text("second")
+        assert (tmp_path / "a").read_text() == "second"
+    assert (tmp_path / "a").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path):
     before = locale.setlocale(locale.LC_CTYPE)
     locale.setlocale(locale.LC_CTYPE, "C")
     try:
         calibrate.save_csv(tmp_path / "t.csv", ["caf\u00e9"], [{"caf\u00e9": "\udce9"}])
+        # What UTF-8 cannot hold, half of a surrogate pair, becomes a question mark.
         assert generate.read_text(tmp_path / "t.csv") == "caf\u00e9\n?\n"
     finally:
         locale.setlocale(locale.LC_CTYPE, before)
-    for errors in ("strict", "surrogateescape"):  # as the locale has it
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
-        assert "not UTF-8" in cli.refusal("generate --prompt -")
-    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    generate.run_command(lambda: print("snow \u2603", flush=True))
-    assert stdout.buffer.getvalue() == b"snow ?\n"
 
 
-def test_the_readmes_first_command_prints_what_the_readme_shows():
-    readme = (ROOT / "README.md").read_text()
-    assert "python generate.py --method sals" in readme
-    # The README shows a CPU's answer.
-    run = python("generate.py", "--method", "sals", CUDA_VISIBLE_DEVICES="")
-    assert run.returncode == 0, run.stderr
-    shown = readme.split("```\nQuestion:")[1].split("```")[0]
-    assert "Question:" + shown in run.stdout
-    took, would_take = re.search(r"took ([\d.]+) MB .*dense would take ([\d.]+)", readme).groups()
-    assert re.search(rf"measured +{took} MB\n.*\n.*dense +{would_take} MB", run.stderr), run.stderr
+# ----------------------------------------------------------------------------- the Python API (LLM)
 
-
-def test_the_readmes_own_method_runs(cli):
-    code = (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
-    prompts = [random_ids(n, n) for n in (5, 60, 33)]
-    more = [random_ids(20, 100 + n) for n in (5, 60, 33)]
-    dense = logits_through(make_engine(tiny_model(), "dense", 3, 80), prompts, more)
-    with mock.patch.dict(METHODS):
-        exec(code, {"__name__": "keynorm"})
-        whole = logits_through(make_engine(tiny_model(), "keynorm", 3, 80, keep=80), prompts, more)
-        assert error(whole, dense) < 1e-5
-        engine = make_engine(tiny_model(), "keynorm", 3, 80, keep=24)
-        few = logits_through(engine, prompts, more)
-        assert error(few[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
-        assert error(few[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
-        for cache in engine.caches:
-            assert (
-                cache.bytes_stored()
-                == cache.bytes_formula()
-                == compress.dense_bytes(cache.context) * 24 // 80
-            )
-        run = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
-        report = cli.json(run)
-    assert report["settings"]["keep"] == 24 and len(report["token_ids"][0]) == 4
-    assert "keynorm" not in METHODS
-
-
-def test_the_top_works_without_extras(tmp_path):
-    """In a copy of the tree that lacks the folder. A file that is there and broken says so where
-    needed."""
-    for file in ROOT.glob("*.py"):
-        shutil.copy(file, tmp_path)
-    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
-    tests = "run_from_the_command_line and dense or help_names or refuse_what or bytes_read"
-    run = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_all.py", "-k", tests, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stdout
-    names = "import compress; assert compress.method_names() == [*compress.METHODS]"
-    assert python("-c", names, cwd=tmp_path).returncode == 0
-    (tmp_path / "extras").mkdir()
-    (tmp_path / "extras" / "baselines.py").write_text("import nowhere")
-    look_up = "import compress; [compress.method_named(name) for name in ('sals', 'h2o')]"
-    told = python("-c", look_up, cwd=tmp_path).stderr
-    assert "'h2o'" not in told and told.endswith("No module named 'nowhere'\n")
-
-
-def test_the_names_in_the_docs_are_in_the_code():
-    methods, readme = (ROOT / "docs" / "methods.md").read_text(), (ROOT / "README.md").read_text()
-    code = "".join(path.read_text() for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")))
-    if not (ROOT / "extras").is_dir():
-        methods = re.sub(r"## Comparison rows.*?\n(?=## )", "", methods, flags=re.S)
-        readme = re.sub(
-            r"Everything else is in `extras/`.*?\n(?=Delete `extras/`)", "", readme, flags=re.S
-        )
-    for name in re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme):
-        assert all(re.search(rf"\b{part}\b", code) for part in name if part), name
-
-
-def test_the_exercises_name_functions_and_selections_that_there_are():
-    """Those of docs/methods.md: delete a body, and the tests that `-k` selects say when it is
-    back."""
-    row = r"^\| (\d+) \| `(\w+)`.* \| `-k (\w+)` \|"
-    exercises = re.findall(row, (ROOT / "docs/methods.md").read_text(), flags=re.M)
-    tests = [*STEPS, *(name for name in globals() if name.startswith("test_"))]
-    for _, function, selection in exercises:
-        assert any(
-            callable(getattr(part, function, 0)) for part in (compress, kernels, calibrate)
-        ), function
-        assert any(selection in name for name in tests), selection
-    assert [int(number) for number, *_ in exercises] == [*range(1, 11)]
-
-
-def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
-    code = (ROOT / "docs/methods.md").read_text().split("```python\n")[1].split("```")[0]
-    path = tmp_path / "scaled.py"
-    path.write_text(code)  # Triton reads a kernel's source from its file
-    spec = importlib.util.spec_from_file_location("scaled", path)
-    with mock.patch.dict(kernels.KEYS):
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        module.test_scaled_keys_are_attended_as_in_pytorch()
-    assert "scaled" not in kernels.KEYS
-
-
-def test_sampling_options_and_the_seed_reach_the_draw(cli):
-    def ids(options: str) -> list[list[int]]:
-        return cli.json(f"generate --prompt hello --max_new_tokens 12 --ignore_eos {options}")[
-            "token_ids"
-        ]
-
-    hot = "--temperature 50"
-    assert ids(f"{hot} --seed 1") == ids(f"{hot} --seed 1") != ids(f"{hot} --seed 2")
-    assert ids(f"{hot} --top_k 1") == ids(f"{hot} --top_p 1e-6") == ids("") != ids(hot)
-
-
-def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder, monkeypatch):
-    line, prefill, prompts = "generate --max_new_tokens 20", generate.Engine.prefill, []
-    batch = f"{line} --prompt hello --prompt 'and so on' --prompt who"
-    free = cli.json(f"{batch} --ignore_eos")["token_ids"]
-    stop = free[0][5]
-    edit_json(folder / "config.json", eos_token_id=stop)
-    stopped = [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
-    assert cli.json(batch)["token_ids"] == stopped and 20 in map(len, stopped)
-    assert cli.json(f"{batch} --ignore_eos")["token_ids"] == free
-    # A follow-up goes on after it without reading again.
-    monkeypatch.setattr(
-        generate.Engine, "prefill", lambda *args: prompts.append(args) or prefill(*args)
-    )
-    llm = generate.LLM(folder, device="cpu", max_seq_length=80)
-    answer = llm.generate("hello", 20)
-    assert answer.finish_reason == "stop" and llm.token_ids[0][-1] == stop != answer.token_ids[-1]
-    llm.generate(" how are you", 4, follow=True)
-    assert len(prompts) == 1
-
-
-def test_the_readmes_python_runs(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    exec((ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0], {})
-    said = capsys.readouterr().out
-    assert (
-        "number for silent lantern is 73308" in said
-        and said.count("Answer: The magic number for") == 2
-    )
-
-
-def test_an_answer_of_one_line_may_begin_with_a_new_one():
-    llm = generate.LLM(max_seq_length=256, device="cpu")
-    llm.prefill(
-        "The magic number for green river is 48213. The magic number for red hill is 90417."
-    )
-    answer = llm.ask("Question: What is the magic number for green river?")
-    assert answer.text == "Answer: The magic number for green river is 48213."
-
-
-def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
-    llm, texts = generate.LLM(checkpoint, device="cpu", max_seq_length=64, batch_size=3), [""] * 3
-    for call, fault in (
-        (llm.report, "nothing to report yet"),
-        (lambda: llm.ask(["who?"]), "prefill or load it first"),
-        (lambda: llm.fork(0, 2), "holds nothing yet"),
-        (lambda: llm.save("nowhere"), "holds nothing yet"),
-    ):
-        with pytest.raises(UserError, match=fault):
-            call()
-    for prompts, fault in (([], "there is no prompt"), ([[]], "no tokens")):
-        with pytest.raises(UserError, match=fault):
-            llm.generate(prompts)
-    for follow, prompts in ((False, ["hello", "hello there", "who"]), (True, [" world"] * 3)):
-        outputs = llm.generate(prompts, 4, ignore_eos=True, follow=follow)
-        for row, output in enumerate(outputs):
-            texts[row] += prompts[row] + output.text
-        # with the space before a first word
-        assert [llm.tokenizer.decode(ids) for ids in llm.token_ids] == texts
-        lengths = [len(ids) for ids in llm.token_ids]
-        assert llm.engine.pos.tolist() == [n - 1 for n in lengths]
-        assert [output.prompt_tokens + 4 for output in outputs] == lengths
-        report = llm.report()
-        assert (
-            report["prompt_tokens"] == [n - 4 for n in lengths] and report["new_tokens"] == [4] * 3
-        )
-        assert report["text"] == [output.text for output in outputs]
-        assert report["bytes_read_per_step"] == sum(lengths) * 4 * 2 * 64 * 4
-        llm.run.decode_s = 0.75
-        # 3 rows, a step each quarter of a second
-        assert llm.report()["decode_tokens_per_s"] == 12.0
-    with pytest.raises(UserError, match="4 prompts cannot follow the 3 rows"):
-        llm.generate(["a"] * 4, follow=True)
-    with pytest.raises(UserError, match="4 prompts are more than 3 rows; set a larger batch_size"):
-        llm.prefill(["a"] * 4)
-
-
-def test_a_stream_that_is_left_early_is_followed_without_reading_again(checkpoint, monkeypatch):
-    llm, prefill = generate.LLM(checkpoint, device="cpu", max_seq_length=64), mock.Mock()
-    pieces = llm.stream("hello there", 8, ignore_eos=True)
-    shown = next(pieces) + next(pieces)
-    assert llm.tokenizer.decode(llm.token_ids[0]) == "hello there" + shown  # at each token
-    pieces.close()
-    assert llm.tokenizer.decode(llm.token_ids[0]) == "hello there" + shown
-    assert llm.report()["text"] == [shown] and llm.report()["new_tokens"] == [2]
-    assert len(llm.token_ids[0]) == int(llm.engine.pos[0])
-    monkeypatch.setattr(generate.Engine, "prefill", prefill)
-    more = llm.generate([[]], 6, ignore_eos=True, follow=True)[0]
-    assert not prefill.called
-    monkeypatch.undo()
-    fresh = generate.LLM(checkpoint, device="cpu", max_seq_length=64)
-    whole = fresh.generate("hello there", 8, ignore_eos=True)
-    assert whole.token_ids[2:] == more.token_ids and whole.text == shown + more.text
-
-
-# ---- the Python API (`LLM`)
+PROMPT = "the magic number for silent lantern"
 
 
 def small_llm(checkpoint: Path, **options) -> generate.LLM:
     return generate.LLM(checkpoint, **{"device": "cpu", "max_seq_length": 64, **options})
 
 
-PROMPT = "the magic number for silent lantern"
+# ---- generate
+
+
+def test_a_prompt_is_a_text_ids_or_messages(folder):
+    """Ids in a list, a tuple, an array or a tensor, alone or as the one prompt of a list."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    llm = small_llm(folder)
+    messages = [{"role": "user", "content": PROMPT}]
+    for prompt in (PROMPT, messages):
+        ids = llm.encode(prompt)
+        expected = small_llm(folder).generate(ids, 3, ignore_eos=True).token_ids
+        forms = [
+            prompt,
+            ids,
+            tuple(ids),
+            np.array(ids),
+            torch.tensor(ids),
+            list(np.array(ids)),
+            list(torch.tensor(ids, dtype=torch.int32)),
+        ]
+        for form in forms:
+            output = llm.generate(form, 3, ignore_eos=True)
+            assert output.token_ids == expected
+            outputs = llm.generate([form], 3, ignore_eos=True)
+            assert [each.token_ids for each in outputs] == [expected]
+            streamed = "".join(llm.stream(form, 3, ignore_eos=True))
+            assert streamed == output.text
+        llm.prefill(prompt)
+        assert llm.token_ids == [ids]
+    assert llm.chat(messages, 3, ignore_eos=True).token_ids == expected
+
+
+def test_an_array_of_two_dims_is_a_list_of_prompts(checkpoint):
+    prompts = np.array([[5, 6, 7], [8, 9, 10]])
+    outputs = small_llm(checkpoint).generate(prompts, 2, ignore_eos=True)
+    assert [output.prompt_tokens for output in outputs] == [3, 3]
+
+
+NO_PROMPTS = [  # and what the error says
+    ([5, -6, 7], "token id -6 is outside the model's vocabulary of 4096"),
+    (torch.tensor([5, 4096]), "token id 4096 is outside"),
+    ([5.5], "token ids are whole numbers, not 5.5"),
+    ([True], "token ids are whole numbers, not True"),
+    (7, "a prompt is a text, token ids or a chat's messages, not int"),
+    ([None], "a prompt is a text, token ids or a chat's messages, not None"),
+    ([{"role": "user"}], "a chat is a list of messages"),
+    ([{"content": "who"}], "a chat is a list of messages"),
+    ([], "there is no prompt"),
+    ([[]], "no tokens"),
+]
+
+
+@pytest.mark.parametrize("wrong, message", NO_PROMPTS)
+def test_what_is_no_prompt_is_refused(wrong, message, checkpoint):
+    with pytest.raises(UserError, match=re.escape(message)):
+        small_llm(checkpoint).generate(wrong, 2)
+
+
+@pytest.mark.parametrize("wrong", ["hi", [], ["hi"], {"role": "user", "content": "hi"}])
+def test_what_is_no_chat_is_refused(wrong, checkpoint):
+    with pytest.raises(UserError, match="a chat is a list of messages"):
+        small_llm(checkpoint).chat(wrong)
+
+
+def test_a_stream_is_of_one_prompt(checkpoint):
+    with pytest.raises(UserError, match="stream takes one prompt"):
+        small_llm(checkpoint).stream(["a", "b"])
+
+
+def test_random_weights_take_ids_and_no_text():
+    llm = generate.LLM(tiny_config(), device="cpu", max_seq_length=64)
+    output = llm.generate([5, 6, 7], 3)
+    assert output.text == ""
+    assert len(output.token_ids) == 3
+    with pytest.raises(UserError, match="no tokenizer; give token ids"):
+        llm.generate("text", 3)
+
+
+def test_no_new_tokens_read_alone(checkpoint):
+    llm = small_llm(checkpoint)
+    output = llm.generate(PROMPT, 0)
+    assert output.token_ids == []
+    assert output.finish_reason == "length"
+    assert int(llm.engine.pos[0]) == output.prompt_tokens
+    report = llm.report()
+    assert report["decode_tokens_per_s"] is None
+    assert report["first_token_s"] is None
+    never_paused = small_llm(checkpoint).generate(PROMPT, 5)
+    assert llm.generate([[]], 5, follow=True)[0].token_ids == never_paused.token_ids
+
+
+def test_an_output_outlives_its_llm(checkpoint):
+    """It can be stored, and holds no model. Nor does a stream that was dropped."""
+    models = []
+
+    def answer() -> generate.Output:
+        llm = small_llm(checkpoint)
+        models.append(weakref.ref(llm.model))
+        output = llm.generate(PROMPT, 3, ignore_eos=True)
+        next(llm.stream(PROMPT, 3, ignore_eos=True))
+        return output
+
+    gc.disable()  # memory is free at once, without a collection of cycles
+    output = answer()
+    gc.enable()
+    assert models[0]() is None
+
+    stored = pickle.dumps(output)
+    assert pickle.loads(stored) == output
+    assert len(stored) < 1000
+    names = {"text", "token_ids", "prompt_tokens", "finish_reason"}
+    assert set(dataclasses.asdict(output)) == names
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 3
+
+
+TEXTS_OF_GROUPS = ["who", "hello there", "the magic number", "and so on", "where is it"]
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_prompts_are_served_in_groups_and_rows_without_one_are_idle(method, checkpoint, tmp_path):
+    """Each prompt has the output that it has alone, whatever its row, and the rows before it."""
+    texts = TEXTS_OF_GROUPS
+    alone = {}
+    for text in texts:
+        alone[text] = small_llm(checkpoint, method=method).generate(text, 5, ignore_eos=True)
+    llm = small_llm(checkpoint, method=method)
+    for prompts in (texts[:3], texts, texts[3:], texts[1:2]):
+        outputs = llm.generate(prompts, 5, ignore_eos=True)
+        assert len(llm.token_ids) == 3  # rows, by the first call
+        assert outputs == [alone[text] for text in prompts]
+        assert llm.report()["token_ids"] == [output.token_ids for output in outputs]
+
+    # The last call had one prompt: the other rows hold nothing, and nothing of them is saved.
+    assert llm.engine.pos[1:].tolist() == [0, 0]
+    assert llm.token_ids[1:] == [[], []]
+    n_written = len(llm.token_ids[0]) - 1  # a step is still to write the last token
+    assert llm.held_memory().tokens == n_written
+    llm.save(tmp_path / "cache")
+    assert generate.saved_facts(tmp_path / "cache").lengths == [n_written]
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_an_idle_row_is_read_again_when_it_is_followed(method, checkpoint):
+    """Beside a row that goes on, it loses its place in the cache, but keeps its ids."""
+    llm = small_llm(checkpoint, method=method)
+    llm.generate(TEXTS_OF_GROUPS[:3], 5, ignore_eos=True)
+    llm.generate(" then", 50, ignore_eos=True, follow=True)
+    expected = small_llm(checkpoint, method=method)
+    expected.prefill([list(ids) for ids in llm.token_ids])
+    outputs = []
+    for each in (llm, expected):
+        outputs.append(each.generate([" so"] * 3, 4, follow=True, ignore_eos=True))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
+    """A row that idles loses its place in the cache; its one token is read again to be saved."""
+    llm = generate.LLM(folder, device="cpu", batch_size=2, max_seq_length=64)
+    llm.prefill([[5, 6], [7]])
+    llm.generate([[9]], 2, follow=True, ignore_eos=True)
+    llm.save(tmp_path / "cache")
+    assert generate.saved_facts(tmp_path / "cache").lengths[1] == 1
+
+
+def test_a_follow_up_goes_on_after_a_stop_token_without_reading_again(folder, monkeypatch):
+    """The stop token is in the row, and no part of the answer."""
+    free = small_llm(folder).generate("hello", 20, ignore_eos=True)
+    stop = free.token_ids[5]
+    edit_json(folder / "config.json", eos_token_id=stop)
+    llm = generate.LLM(folder, device="cpu", max_seq_length=80)
+    answer = llm.generate("hello", 20)
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids == free.token_ids[: free.token_ids.index(stop)]
+    assert llm.token_ids[0][-1] == stop
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("read again"))
+    llm.generate(" how are you", 4, follow=True)
+
+
+def test_a_reading_that_fails_leaves_no_rows_of_another_prompt(checkpoint):
+    """Ctrl-C, say, while another prompt is read: the row is still the document's, and is read again
+    when it is followed."""
+    llm = small_llm(checkpoint)
+    document = llm.encode("once upon a time there was a green river")
+    llm.prefill(document)
+    with mock.patch.object(generate.Engine, "check_logits", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([7] * (len(document) - 2), 3)
+    assert llm.token_ids == [document]
+    fresh = small_llm(checkpoint)
+    fresh.prefill(document)
+    outputs = []
+    for each in (llm, fresh):
+        outputs.append(each.generate(" who", 6, ignore_eos=True, follow=True))
+    assert outputs[0] == outputs[1]
 
 
 def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monkeypatch):
@@ -5453,84 +5198,306 @@ def test_weights_are_folded_once_where_an_engine_could_not_be_built(folder, monk
     assert llm.generate(ids, 4, ignore_eos=True).token_ids == expected.token_ids
 
 
-def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
-    """A row that idles loses its place in the cache; its one token is read again to be saved."""
-    llm = generate.LLM(folder, device="cpu", batch_size=2, max_seq_length=64)
-    llm.prefill([[5, 6], [7]])
-    llm.generate([[9]], 2, follow=True, ignore_eos=True)
-    llm.save(tmp_path / "cache")
-    assert generate.saved_facts(tmp_path / "cache").lengths[1] == 1
+# ---- random numbers
 
 
-def test_each_call_and_each_row_draws_for_itself(checkpoint, tmp_path):
-    """The token after a prompt is drawn when decoding starts: not when it is read, saved or
-    forked."""
+def test_each_call_draws_anew(checkpoint):
+    llm = small_llm(checkpoint)
+    drawn = [llm.generate(PROMPT, 1, temperature=2.0).token_ids[0] for _ in range(8)]
+    assert len(set(drawn)) > 4
+
+
+def test_forked_rows_draw_for_themselves(checkpoint):
+    """The token after a prompt is drawn when decoding starts, not when the prompt is read."""
     llm = small_llm(checkpoint, batch_size=8)
-    assert len({llm.generate(PROMPT, 1, temperature=2.0).token_ids[0] for _ in range(8)}) > 4
     llm.prefill(PROMPT)
-    llm.save(tmp_path / "read")
     llm.fork(0, 8)
     outputs = llm.generate([[]] * 8, 1, temperature=2.0, follow=True)
-    assert len({output.token_ids[0] for output in outputs}) > 4
+    drawn = [output.token_ids[0] for output in outputs]
+    assert len(set(drawn)) > 4
+
+
+def test_a_saved_row_draws_each_time_that_it_is_loaded(checkpoint, tmp_path):
+    """By the sampling and the seed of that time."""
+    llm = small_llm(checkpoint)
+    llm.prefill(PROMPT)
+    llm.save(tmp_path / "read")
     greedy = small_llm(checkpoint).generate(PROMPT, 4)
+    llm.generate([[]], 4, temperature=2.0, follow=True)
     llm.load(tmp_path / "read")
     assert llm.generate([[]], 4, follow=True)[0].token_ids == greedy.token_ids
-    firsts = set()
+
+    drawn = []
     for seed in range(6):
         llm = small_llm(checkpoint, seed=seed)
         llm.load(tmp_path / "read")
-        firsts.add(llm.generate([[]], 1, temperature=2.0, follow=True)[0].token_ids[0])
-    assert len(firsts) > 3
+        drawn.append(llm.generate([[]], 1, temperature=2.0, follow=True)[0].token_ids[0])
+    assert len(set(drawn)) > 3
 
 
-def test_random_numbers_are_the_llms_own(checkpoint):
-    def draws(llm: generate.LLM) -> list[int]:
-        return llm.generate(PROMPT, 8, temperature=2.0, ignore_eos=True).token_ids
+def draws(llm: generate.LLM) -> list[int]:
+    return llm.generate(PROMPT, 8, temperature=2.0, ignore_eos=True).token_ids
 
-    after = []
+
+def test_an_llm_leaves_the_processs_random_numbers_alone(checkpoint):
+    """And does not depend on them."""
+    of_each_seed = []
     for seed in (123, 999):
         torch.manual_seed(seed)
         state = torch.get_rng_state()
         llm = small_llm(checkpoint)
-        first, second = draws(llm), draws(llm)
+        first = draws(llm)
+        second = draws(llm)
+        assert first != second
         assert torch.get_rng_state().equal(state)
-        after.append((first, second))
-    assert after[0] == after[1] and first != second
+        of_each_seed.append((first, second))
+    assert of_each_seed[0] == of_each_seed[1]
+
+
+def test_random_numbers_are_the_llms_own(checkpoint):
     llm = small_llm(checkpoint)
-    assert draws(llm) == first
+    expected = [draws(llm), draws(llm)]
+    again = small_llm(checkpoint)
+    assert draws(again) == expected[0]
     draws(small_llm(checkpoint))  # another one resets nothing
-    assert draws(llm) == second
-    assert draws(small_llm(checkpoint, seed=1)) != first
+    assert draws(again) == expected[1]
+    assert draws(small_llm(checkpoint, seed=1)) != expected[0]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda llm, path: "".join(llm.stream("who", 4)),
-        lambda llm, path: llm.generate("who", 4),
-        lambda llm, path: llm.prefill("who"),
-        lambda llm, path: llm.ask("who", 4),
-        lambda llm, path: llm.fork(0, 1),
-        lambda llm, path: llm.crop(2),
-        lambda llm, path: llm.save(path),
-        lambda llm, path: llm.load(path),
-    ],
-)
-def test_a_stream_ends_when_something_else_uses_the_cache(use, checkpoint, tmp_path):
+# ---- stream
+
+
+def test_a_stream_that_is_left_early_is_followed_without_reading_again(checkpoint, monkeypatch):
+    """The row holds what was shown, at each token, and the report counts that."""
+    llm = small_llm(checkpoint)
+    pieces = llm.stream("hello there", 8, ignore_eos=True)
+    shown = next(pieces) + next(pieces)
+    assert llm.tokenizer.decode(llm.token_ids[0]) == "hello there" + shown
+    pieces.close()
+    assert llm.tokenizer.decode(llm.token_ids[0]) == "hello there" + shown
+    assert len(llm.token_ids[0]) == int(llm.engine.pos[0])
+    assert llm.report()["text"] == [shown]
+    assert llm.report()["new_tokens"] == [2]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("read again"))
+        more = llm.generate([[]], 6, ignore_eos=True, follow=True)[0]
+    never_left = small_llm(checkpoint).generate("hello there", 8, ignore_eos=True)
+    assert more.token_ids == never_left.token_ids[2:]
+    assert shown + more.text == never_left.text
+
+
+USES_OF_THE_CACHE = {
+    "stream": lambda llm, path: "".join(llm.stream("who", 4)),
+    "generate": lambda llm, path: llm.generate("who", 4),
+    "prefill": lambda llm, path: llm.prefill("who"),
+    "ask": lambda llm, path: llm.ask("who", 4),
+    "fork": lambda llm, path: llm.fork(0, 1),
+    "crop": lambda llm, path: llm.crop(2),
+    "save": lambda llm, path: llm.save(path),
+    "load": lambda llm, path: llm.load(path),
+}
+
+
+@pytest.mark.parametrize("name", USES_OF_THE_CACHE)
+def test_a_stream_ends_when_something_else_uses_the_cache(name, checkpoint, tmp_path):
     llm = small_llm(checkpoint)
     llm.prefill("who")
     llm.save(tmp_path / "cache")
     pieces = llm.stream(PROMPT, 12, ignore_eos=True)
     assert next(pieces) + next(pieces)
-    use(llm, tmp_path / "cache")
+    USES_OF_THE_CACHE[name](llm, tmp_path / "cache")
     held = [list(ids) for ids in llm.token_ids]
-    assert list(pieces) == [] and llm.token_ids == held
-    fresh = small_llm(checkpoint)
-    again = [each.generate(PROMPT, 6).token_ids for each in (llm, fresh)]
-    assert again[0] == again[1]
+    assert list(pieces) == []
+    assert llm.token_ids == held
+    expected = small_llm(checkpoint).generate(PROMPT, 6)
+    assert llm.generate(PROMPT, 6).token_ids == expected.token_ids
 
 
-BAD_ARGUMENTS = [  # of LLM
+# ---- ask
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_each_question_is_answered_from_the_document(method, rows, checkpoint):
+    """Whatever the number of rows, without reading the document again, and it is there afterwards.
+    An answer is what `generate` would make of the question, up to the end of its line."""
+    document = "once upon a time there was a green river"
+    questions = ["who is it", "where is it", "what is the magic number for green river"]
+    size = {"method": method, "max_seq_length": 128}
+    expected = []
+    for question in questions:
+        llm = small_llm(checkpoint, **size)
+        llm.prefill(document)
+        expected.append(llm.generate(f"\n{question}", 8, follow=True))
+
+    llm = small_llm(checkpoint, batch_size=rows, **size)
+    llm.prefill(document)
+    held = [list(ids) for ids in llm.token_ids]
+    positions = llm.engine.pos.tolist()
+    for _ in range(2):
+        with mock.patch.object(generate.Engine, "prefill", side_effect=AssertionError):
+            answers = llm.ask(questions, 8)
+        report = llm.report()
+        assert report["prompt_tokens"] == [answer.prompt_tokens for answer in answers]
+        for answer, text, whole in zip(answers, report["text"], expected, strict=True):
+            n = len(answer.token_ids)
+            assert answer.token_ids == whole.token_ids[:n]
+            assert answer.prompt_tokens == whole.prompt_tokens
+            assert answer.text == text.strip()
+            is_whole = n == len(whole.token_ids)
+            assert answer.finish_reason == (whole.finish_reason if is_whole else "stop")
+        assert llm.token_ids == held
+        assert llm.engine.pos.tolist() == positions
+    assert llm.ask(questions[1], 8) == answers[1]  # one question, one answer
+    assert llm.generate(f"\n{questions[2]}", 8, follow=True) == expected[2]
+
+
+def test_an_answer_of_one_line_may_begin_with_a_new_one():
+    llm = generate.LLM(max_seq_length=256, device="cpu")
+    llm.prefill(
+        "The magic number for green river is 48213. The magic number for red hill is 90417."
+    )
+    answer = llm.ask("Question: What is the magic number for green river?")
+    assert answer.text == "Answer: The magic number for green river is 48213."
+
+
+def test_to_ask_needs_a_question(checkpoint):
+    llm = small_llm(checkpoint)
+    llm.prefill("once upon a time")
+    with pytest.raises(UserError, match="there is no question"):
+        llm.ask([])
+
+
+# ---- the report
+
+
+def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
+    llm = small_llm(checkpoint, batch_size=3)
+    texts = ["", "", ""]  # of each row, all that it was given and has made
+    calls = [  # follow, and the prompts
+        (False, ["hello", "hello there", "who"]),
+        (True, [" world", " world", " world"]),
+    ]
+    for follow, prompts in calls:
+        outputs = llm.generate(prompts, 4, ignore_eos=True, follow=follow)
+        for row in range(3):
+            texts[row] += prompts[row] + outputs[row].text
+        # The texts of outputs have the space before a first word.
+        assert [llm.tokenizer.decode(ids) for ids in llm.token_ids] == texts
+        lengths = [len(ids) for ids in llm.token_ids]
+        assert llm.engine.pos.tolist() == [n - 1 for n in lengths]
+
+        report = llm.report()
+        assert report["prompt_tokens"] == [n - 4 for n in lengths]
+        assert [output.prompt_tokens for output in outputs] == [n - 4 for n in lengths]
+        assert report["new_tokens"] == [4, 4, 4]
+        assert report["text"] == [output.text for output in outputs]
+        n_layers, Hkv_D, fp32 = 4, 64, 4
+        assert report["bytes_read_per_step"] == sum(lengths) * n_layers * 2 * Hkv_D * fp32
+        llm.run.decode_s = 0.75  # four tokens take three steps, of three rows
+        assert llm.report()["decode_tokens_per_s"] == 3 * 3 / 0.75
+
+
+NEED_A_READING = [  # calls of an LLM that has read nothing, and what the error says
+    (lambda llm: llm.report(), "nothing to report yet"),
+    (lambda llm: llm.ask(["who?"]), "prefill or load it first"),
+    (lambda llm: llm.fork(0, 2), "holds nothing yet"),
+    (lambda llm: llm.save("nowhere"), "holds nothing yet"),
+]
+
+
+@pytest.mark.parametrize("call, message", NEED_A_READING)
+def test_what_needs_a_reading_says_so(call, message, checkpoint):
+    with pytest.raises(UserError, match=message):
+        call(small_llm(checkpoint))
+
+
+def test_more_prompts_than_rows_are_neither_followed_nor_read(checkpoint):
+    llm = small_llm(checkpoint, batch_size=3)
+    llm.generate(["hello", "hello there", "who"], 4)
+    with pytest.raises(UserError, match="4 prompts cannot follow the 3 rows"):
+        llm.generate(["a"] * 4, follow=True)
+    with pytest.raises(UserError, match="4 prompts are more than 3 rows; set a larger batch_size"):
+        llm.prefill(["a"] * 4)
+
+
+# ---- crop, save and load
+
+
+@pytest.mark.parametrize("method", ["dense", "sals", "kivi"])
+def test_crop_takes_rows_back(method, checkpoint):
+    """The row is as if its first n tokens had been read alone."""
+    llm = small_llm(checkpoint, method=method)
+    ids = llm.encode("once upon a time there was a green river")
+    llm.generate(ids, 6, ignore_eos=True)
+    for n in (len(ids) + 4, len(ids), 5, 1):
+        llm.crop(n)
+        held = list(llm.token_ids[0])
+        assert len(held) == n
+        assert int(llm.engine.pos[0]) == n
+        fresh = small_llm(checkpoint, method=method)
+        fresh.prefill(held)
+        assert error(llm.engine.logits, fresh.engine.logits) < 1e-5
+        outputs = []
+        for each in (llm, fresh):
+            outputs.append(each.generate([[]], 6, ignore_eos=True, follow=True)[0])
+        assert outputs[0] == outputs[1]
+        llm.crop(n)
+    with pytest.raises(UserError, match="n 2: give a whole number in"):
+        llm.crop(2)  # the row holds one token
+
+
+def test_a_dense_cache_goes_back_without_reading(checkpoint, monkeypatch):
+    llm = small_llm(checkpoint)
+    llm.generate(PROMPT, 6, ignore_eos=True)
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("all is read again"))
+    llm.crop(4)
+    assert int(llm.engine.pos[0]) == 4
+
+
+def test_rows_that_stopped_are_saved_as_their_ids_say(folder, tmp_path):
+    """A row that stops runs on while others are made."""
+    texts = ["hello", "and so on", "who"]
+    free = small_llm(folder).generate(texts, 20, ignore_eos=True)
+    edit_json(folder / "config.json", eos_token_id=free[0].token_ids[5])
+    llm = small_llm(folder)
+    outputs = llm.generate(texts, 20)
+    assert outputs[0].finish_reason == "stop"
+    assert "length" in [output.finish_reason for output in outputs]
+    llm.save(tmp_path / "cache")
+    again = small_llm(folder)
+    again.load(tmp_path / "cache")
+    assert again.token_ids == llm.token_ids
+    lengths = generate.saved_facts(tmp_path / "cache").lengths
+    assert lengths == [len(ids) for ids in llm.token_ids]
+
+
+def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    llm.save(tmp_path / "cache")
+    more = small_llm(checkpoint, batch_size=4)
+    more.load(tmp_path / "cache")
+    assert more.token_ids == llm.token_ids * 2
+    assert more.token_ids[0] != more.token_ids[1]
+    assert error(more.engine.logits, llm.engine.logits.repeat(2, 1)) < 1e-6
+    assert more.report()["prompt_tokens"] == [len(ids) for ids in llm.token_ids] * 2
+
+
+def test_saved_rows_need_as_many_rows(checkpoint, tmp_path):
+    llm = small_llm(checkpoint)
+    llm.prefill(["who is it", "hello there"])
+    llm.save(tmp_path / "cache")
+    fewer = small_llm(checkpoint, batch_size=1)
+    with pytest.raises(UserError, match="needs a batch_size of 2, not 1; raise batch_size"):
+        fewer.load(tmp_path / "cache")
+
+
+# ---- what an LLM refuses, and its help
+
+
+BAD_ARGUMENTS = [  # of LLM, and what the error says
     ({"dtype": "float16"}, "dtype float16: choose from auto, bf16, fp16, fp32"),
     ({"weights": "int4"}, "weights int4: choose from None, int8"),
     ({"device": "mps"}, "device mps: choose from cpu, cuda"),
@@ -5545,7 +5512,19 @@ BAD_ARGUMENTS = [  # of LLM
     ({"method": "magic"}, "unknown method 'magic'"),
     ({"use_kernels": True}, "use use_kernels=False"),
 ]
-BAD_CALLS = [  # of its methods
+
+
+@pytest.mark.parametrize("options, message", BAD_ARGUMENTS)
+def test_an_llm_refuses_what_the_command_line_refuses_in_words_of_python(
+    options, message, checkpoint, monkeypatch
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # with which kernels run on the CPU
+    with pytest.raises(UserError, match=re.escape(message)) as refusal:
+        small_llm(checkpoint, **options).generate(PROMPT, 1)
+    assert "--" not in str(refusal.value)
+
+
+BAD_CALLS = [  # arguments of its methods, and what the error says
     ({"top_p": 0.0}, "top_p 0.0: give a number in (0, 1]"),
     ({"top_k": -1}, "top_k -1: give a whole number in"),
     ({"temperature": -1.0}, "temperature -1.0: give a number in [0, inf)"),
@@ -5556,253 +5535,30 @@ BAD_CALLS = [  # of its methods
 ]
 
 
-@pytest.mark.parametrize("options, message", BAD_ARGUMENTS)
-def test_an_llm_refuses_what_the_command_line_refuses_in_words_of_python(
-    options, message, checkpoint, monkeypatch
-):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match=re.escape(message)) as refusal:
-        small_llm(checkpoint, **options).generate(PROMPT, 1)
-    assert "--" not in str(refusal.value)
-
-
 @pytest.mark.parametrize("options, message", BAD_CALLS)
 def test_a_call_refuses_what_the_command_line_refuses(options, message, checkpoint):
     llm = small_llm(checkpoint)
     llm.prefill(PROMPT)
-    for call in (llm.generate, llm.ask, lambda text, **more: list(llm.stream(text, **more))):
+
+    def stream(text, **options):
+        return list(llm.stream(text, **options))
+
+    for call in (llm.generate, llm.ask, stream):
         with pytest.raises(UserError, match=re.escape(message)) as refusal:
             call("who is it", **options)
         assert "--" not in str(refusal.value)
 
 
 def test_a_command_in_an_error_of_python_can_be_run(checkpoint, tmp_path):
-    shutil.copytree(checkpoint, tmp_path / "a--b")
-    compress.artifact_path(tmp_path / "a--b", "sals").unlink()
+    """Dashes are left in it, in its options and in the folder's name."""
+    folder = tmp_path / "a--b"
+    shutil.copytree(checkpoint, folder)
+    compress.artifact_path(folder, "sals").unlink()
     with pytest.raises(UserError) as refusal:
-        small_llm(tmp_path / "a--b", method="sals").generate(PROMPT, 1)
-    command = f"python calibrate.py fit --checkpoint {tmp_path}/a--b --method sals"
-    assert str(refusal.value).startswith(f"{tmp_path}/a--b/") and str(refusal.value).endswith(
-        command
-    )
-
-
-def test_an_output_outlives_its_llm(checkpoint):
-    def answer() -> generate.Output:
-        llm = small_llm(checkpoint)
-        alive.append(weakref.ref(llm.model))
-        made = llm.generate(PROMPT, 3, ignore_eos=True)
-        next(llm.stream(PROMPT, 3, ignore_eos=True))  # dropped: it keeps nothing alive
-        return made
-
-    alive = []
-    gc.disable()  # memory is free at once
-    output = answer()
-    gc.enable()
-    assert alive[0]() is None
-    stored = pickle.dumps(output)
-    assert pickle.loads(stored) == output and len(stored) < 1000
-    assert set(dataclasses.asdict(output)) == {
-        "text",
-        "token_ids",
-        "prompt_tokens",
-        "finish_reason",
-    }
-    assert output.finish_reason == "length" and len(output.token_ids) == 3
-
-
-def test_a_prompt_is_a_text_ids_or_messages(folder):
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
-    llm = small_llm(folder)
-    messages = [{"role": "user", "content": PROMPT}]
-    kinds = [PROMPT, messages]
-    ids = [llm.encode(PROMPT), llm.encode(messages)]
-    expected = [small_llm(folder).generate(each, 3, ignore_eos=True).token_ids for each in ids]
-    for prompt, own_ids, made in zip(kinds, ids, expected, strict=True):
-        forms = [prompt, own_ids, tuple(own_ids), np.array(own_ids), torch.tensor(own_ids)]
-        forms += [list(np.array(own_ids)), list(torch.tensor(own_ids, dtype=torch.int32))]
-        for form in forms:
-            # one prompt, one output
-            assert llm.generate(form, 3, ignore_eos=True).token_ids == made
-            outputs = llm.generate([form], 3, ignore_eos=True)
-            assert [output.token_ids for output in outputs] == [made]
-            said = "".join(llm.stream(form, 3, ignore_eos=True))
-            assert said == outputs[0].text
-        llm.prefill(prompt)
-        assert llm.token_ids == [own_ids]
-    assert llm.chat(messages, 3, ignore_eos=True).token_ids == expected[1]
-    assert llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), 2, ignore_eos=True)[1].prompt_tokens == 3
-    for wrong, message in (
-        ([5, -6, 7], "token id -6 is outside the model's vocabulary of 4096"),
-        (torch.tensor([5, 4096]), "token id 4096 is outside"),
-        ([5.5], "token ids are whole numbers, not 5.5"),
-        ([True], "token ids are whole numbers, not True"),
-        (7, "a prompt is a text, token ids or a chat's messages, not int"),
-        ([None], "a prompt is a text, token ids or a chat's messages, not None"),
-        ([{"role": "user"}], "a chat is a list of messages"),
-        ([{"content": "who"}], "a chat is a list of messages"),
-    ):
-        with pytest.raises(UserError, match=re.escape(message)):
-            llm.generate(wrong, 2)
-    for wrong in ("hi", [], ["hi"], {"role": "user", "content": "hi"}):
-        with pytest.raises(UserError, match="a chat is a list of messages"):
-            llm.chat(wrong)
-    with pytest.raises(UserError, match="stream takes one prompt"):
-        llm.stream(["a", "b"])
-
-
-def test_random_weights_take_ids_and_no_text():
-    llm = generate.LLM(tiny_config(), device="cpu", max_seq_length=64)
-    output = llm.generate([5, 6, 7], 3)
-    assert output.text == "" and len(output.token_ids) == 3
-    with pytest.raises(UserError, match="no tokenizer; give token ids"):
-        llm.generate("text", 3)
-
-
-def test_no_new_tokens_read_alone(checkpoint):
-    llm = small_llm(checkpoint)
-    output = llm.generate(PROMPT, 0)
-    report = llm.report()
-    assert output.token_ids == [] and output.finish_reason == "length"
-    assert report["decode_tokens_per_s"] is None and report["first_token_s"] is None
-    assert int(llm.engine.pos[0]) == output.prompt_tokens
-    whole = small_llm(checkpoint).generate(PROMPT, 5)
-    assert llm.generate([[]], 5, follow=True)[0].token_ids == whole.token_ids
-
-
-@pytest.mark.parametrize("method", ["dense", "sals"])
-def test_prompts_are_served_in_groups_and_rows_without_one_are_idle(method, checkpoint, tmp_path):
-    texts = ["who", "hello there", "the magic number", "and so on", "where is it"]
-    alone = {}
-    for text in texts:
-        alone[text] = small_llm(checkpoint, method=method).generate(text, 5, ignore_eos=True)
-    llm = small_llm(checkpoint, method=method)
-    for group in (texts[:3], texts, texts[3:], texts[1:2]):
-        outputs = llm.generate(group, 5, ignore_eos=True)
-        assert len(llm.token_ids) == 3  # rows, by the first call
-        assert outputs == [alone[text] for text in group]
-        assert llm.report()["token_ids"] == [output.token_ids for output in outputs]
-    assert llm.engine.pos[1:].tolist() == [0, 0] and llm.token_ids[1:] == [[], []]
-    assert llm.held_memory().tokens == len(llm.token_ids[0]) - 1
-    llm.save(tmp_path / "cache")
-    assert generate.saved_facts(tmp_path / "cache").lengths == [len(llm.token_ids[0]) - 1]
-    # Beside others that go on, a row that is idle keeps its ids, and is read again when it is
-    # followed.
-    llm.generate(texts[:3], 5, ignore_eos=True)
-    llm.generate(" then", 50, ignore_eos=True, follow=True)
-    expected = small_llm(checkpoint, method=method)
-    expected.prefill([list(ids) for ids in llm.token_ids])
-    again = [
-        each.generate([" so"] * 3, 4, follow=True, ignore_eos=True) for each in (llm, expected)
-    ]
-    assert again[0] == again[1]
-
-
-@pytest.mark.parametrize("method", ["dense", "sals"])
-def test_each_question_is_answered_from_the_document(method, checkpoint):
-    """Whatever the number of rows; and the document is there afterwards."""
-    document = "once upon a time there was a green river"
-    questions = ["who is it", "where is it", "what is the magic number for green river"]
-    size = {"method": method, "max_seq_length": 128}
-    expected = []
-    for question in questions:
-        llm = small_llm(checkpoint, **size)
-        llm.prefill(document)
-        expected.append(llm.generate(f"\n{question}", 8, follow=True))
-    for rows in (1, 2, 3, 4):
-        llm = small_llm(checkpoint, batch_size=rows, **size)
-        llm.prefill(document)
-        before = [list(ids) for ids in llm.token_ids], llm.engine.pos.tolist()
-        for _ in range(2):
-            with mock.patch.object(
-                generate.Engine, "prefill", side_effect=AssertionError("read again")
-            ):
-                outputs = llm.ask(questions, 8)
-            report = llm.report()
-            assert [output.prompt_tokens for output in outputs] == report["prompt_tokens"]
-            for output, text, answer in zip(outputs, report["text"], expected, strict=True):
-                assert answer.token_ids[: len(output.token_ids)] == output.token_ids
-                assert output.prompt_tokens == answer.prompt_tokens and output.text == text.strip()
-                ends = "length" if output.token_ids == answer.token_ids else "stop"
-                assert output.finish_reason == (
-                    ends if answer.finish_reason == "length" else "stop"
-                )
-            assert (llm.token_ids, llm.engine.pos.tolist()) == before
-        assert llm.ask(questions[1], 8) == outputs[1]
-        assert llm.generate(f"\n{questions[2]}", 8, follow=True) == expected[2]
-    with pytest.raises(UserError, match="there is no question"):
-        llm.ask([])
-
-
-@pytest.mark.parametrize("method", ["dense", "sals", "kivi"])
-def test_crop_takes_rows_back(method, checkpoint):
-    llm = small_llm(checkpoint, method=method)
-    ids = llm.encode("once upon a time there was a green river")
-    llm.generate(ids, 6, ignore_eos=True)
-    for n in (len(ids) + 4, len(ids), 5, 1):
-        llm.crop(n)
-        held = list(llm.token_ids[0])
-        assert len(held) == n and int(llm.engine.pos[0]) == n
-        fresh = small_llm(checkpoint, method=method)
-        fresh.prefill(held)
-        assert error(llm.engine.logits, fresh.engine.logits) < 1e-5
-        more = [each.generate([[]], 6, ignore_eos=True, follow=True)[0] for each in (llm, fresh)]
-        assert more[0] == more[1]
-        llm.crop(n)
-    with pytest.raises(UserError, match="n 2: give a whole number in"):
-        llm.crop(2)
-
-
-def test_a_dense_cache_goes_back_without_reading(checkpoint, monkeypatch):
-    llm = small_llm(checkpoint)
-    llm.generate(PROMPT, 6, ignore_eos=True)
-    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("all is read again"))
-    llm.crop(4)
-    assert int(llm.engine.pos[0]) == 4
-
-
-def test_rows_that_stopped_are_saved_as_their_ids_say(folder, tmp_path):
-    """A row that stops runs on while others are made."""
-    texts = ["hello", "and so on", "who"]
-    llm = small_llm(folder)
-    made = llm.generate(texts, 20, ignore_eos=True)
-    edit_json(folder / "config.json", eos_token_id=made[0].token_ids[5])
-    llm = small_llm(folder)
-    outputs = llm.generate(texts, 20)
-    assert outputs[0].finish_reason == "stop" and "length" in [o.finish_reason for o in outputs]
-    llm.save(tmp_path / "cache")
-    again = small_llm(folder)
-    again.load(tmp_path / "cache")
-    lengths = generate.saved_facts(tmp_path / "cache").lengths
-    assert again.token_ids == llm.token_ids and lengths == [len(ids) for ids in llm.token_ids]
-
-
-def test_saved_rows_fill_more_rows_in_turn(checkpoint, tmp_path):
-    llm = small_llm(checkpoint)
-    llm.prefill(["who is it", "hello there"])
-    llm.save(tmp_path / "cache")
-    more = small_llm(checkpoint, batch_size=4)
-    more.load(tmp_path / "cache")
-    assert more.token_ids == llm.token_ids * 2 and more.token_ids[0] != more.token_ids[1]
-    assert error(more.engine.logits, llm.engine.logits.repeat(2, 1)) < 1e-6
-    assert more.report()["prompt_tokens"] == [len(ids) for ids in llm.token_ids] * 2
-    fewer = small_llm(checkpoint, batch_size=1)
-    with pytest.raises(UserError, match="needs a batch_size of 2, not 1; raise batch_size"):
-        fewer.load(tmp_path / "cache")
-
-
-def test_a_reading_that_fails_leaves_no_rows_of_another_prompt(checkpoint):
-    llm = small_llm(checkpoint)
-    document = llm.encode("once upon a time there was a green river")
-    llm.prefill(document)
-    with mock.patch.object(generate.Engine, "check_logits", side_effect=KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([7] * (len(document) - 2), 3)
-    assert llm.token_ids == [document]
-    fresh = small_llm(checkpoint)
-    fresh.prefill(document)
-    more = [each.generate(" who", 6, ignore_eos=True, follow=True) for each in (llm, fresh)]
-    assert more[0] == more[1]
+        small_llm(folder, method="sals").generate(PROMPT, 1)
+    said = str(refusal.value)
+    assert said.startswith(f"{folder}/")
+    assert said.endswith(f"python calibrate.py fit --checkpoint {folder} --method sals")
 
 
 def test_help_describes_every_argument_of_an_llm():
@@ -5817,81 +5573,796 @@ def test_help_describes_every_argument_of_an_llm():
         assert f"{name}:" in inspect.getdoc(generate.LLM.generate)
 
 
-def test_a_loaded_cache_is_saved_again_though_questions_are_asked(cli, tmp_path):
-    assert cli(f"generate --prompt hello --max_new_tokens 1 --save_cache {tmp_path}/a")[0] == 0
-    load = f"generate --load_cache {tmp_path}/a --max_new_tokens 3"
-    assert cli(f"{load} --ask 'who is it' --save_cache {tmp_path}/b")[0] == 0
-    saved, again = (load_file(tmp_path / name) for name in "ab")
-    assert saved.keys() == again.keys() and all(saved[name].equal(again[name]) for name in saved)
+# --------------------------------------------------------------------------------- the command line
+
+# ---- what it refuses
+
+BAD_COMMANDS = {  # and what the error says. few.txt is a text, again a folder with a tokenizer.
+    # the method and its settings
+    "generate --method magic": "unknown method 'magic'; the methods are: "
+    "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
+    "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
+    f"generate --method kivi --residual {10**20}": f"{10**20}: give a number in [0, 1e9]",
+    "generate --method sals --rank x": "--rank: invalid float value: 'x'",
+    "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
+    "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
+    "generate --method sals --skip first --prompt 5": "layer numbers",
+    "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
+    "generate --method elitekv --d_ckv 49 --prompt 5": "the latent can have 1 to 48 dims",
+    "generate --method lrqk --rank 8 --slots 0.5 --prompt 5": "give 0 (no hit/miss) or a mult",
+    # before the dense run of the demo
+    "generate --checkpoint nano --method sals --rank 2": "in [0, 1]",
+    "generate --checkpoint nano-elitekv --method sals --prompt hi": "run it with --method eli",
+    "generate --checkpoint nano-elitekv --method elitekv --r 4 --prompt hi": "are fixed; leave",
+    # the prompt
+    "generate": "no demo.txt",
+    "generate --prompt ''": "empty",
+    "generate --prompt 0": "no tokens",
+    f"generate --prompt {'1' * 5000}": "more than the model's 512",
+    "generate --prompt @nowhere.txt": "No such file",
+    "generate --prompt @/dev/zero": "no regular file",
+    "generate --prompt @latin.txt": "latin.txt: not UTF-8",
+    "generate --prompt hi --system x": "no chat template",
+    "generate --chat --prompt hello": "no chat template; put a chat_template.jinja into its folder",
+    "generate --chat": "--chat needs a --prompt",
+    "generate --chat --prompt hi --ask who?": "takes no --ask",
+    "generate --prompt a --prompt b --ask who?": "--ask takes one --prompt",
+    # rows and lengths
+    "generate --prompt 5 --batch_size 0": "--batch_size: 0: give a number in [1, 4294967296]",
+    "generate --prompt 5 --batch_size 2147483647": "not enough memory (",
+    "generate --prompt 5 --prompt 6 --batch_size 1": "at least the number of prompts",
+    "generate --prompt hello --max_seq_length 600": "the model's 512; shorten --max_seq_length",
+    "generate --prompt 60 --max_seq_length 40": "raise --max_seq_length",
+    # the model and the device
+    "generate --device meta --prompt 5": "--device: invalid choice: 'meta'",
+    "generate --device cuda": "--device cpu",
+    "generate --checkpoint nowhere": "no such folder",
+    "generate --checkpoint few.txt --random_weights llama-2-7b --prompt 5": "not both",
+    "generate --random_weights llama-2-7b --prompt hi": "give --prompt N",
+    "generate --random_weights llama-2-7b --prompt 5 --ask x": "tokenizer",
+    # calibrate
+    "fly": "invalid choice",
+    "fit --checkpoint small --method loki": "has 4096 ids, the model's vocabulary 300",
+    "fit --checkpoint nano-elitekv --method sals --windows 2 --window 64": "calibrated already",
+    "fit --method sals --text none": "No such file",
+    "fit --method sals --text nano/model.safetensors": "not UTF-8 text",
+    "fit --out few.txt/x": "--out: no file can be written",
+}
 
 
-def test_the_command_line_answers_each_question_alone(cli):
-    line = "generate --prompt 'once upon a time' --max_new_tokens 6"
-    asks = ["who is it", "where is it"]
-    alone = [cli.json(f"{line} --ask '{ask}'") for ask in asks]
-    both = cli.json(f"{line} --ask '{asks[0]}' --ask '{asks[1]}'")
-    for name in ("prompt_tokens", "new_tokens", "token_ids", "text"):
-        assert both[name] == [*alone[0][name], *alone[1][name]]
+@pytest.fixture(scope="module")
+def desk(checkpoint, tmp_path_factory):
+    """The folder in which bad commands run."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "few.txt").write_text("too short")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    save_checkpoint(tiny_model(vocab_size=300), folder / "small")
+    (folder / "again").mkdir()
+    for name in ("small", "again"):
+        shutil.copy(NANO / "tokenizer.model", folder / name)
+    added = {"added_tokens_decoder": {4096: {"content": "magic number"}}}
+    (folder / "again" / "tokenizer_config.json").write_text(json.dumps(added))
+    for path in (checkpoint, NANO, NANO.parent / "nano-elitekv"):
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture
+def little_memory():
+    """A GB more than this process has, where the system tells that."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        yield
+        return
+    import resource
+
+    pages = int(statm.read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    a_gigabyte_more = pages * resource.getpagesize() + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (a_gigabyte_more, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@over("line, message", lambda tests: tests.BAD_COMMANDS.items())
+def test_bad_commands_end_in_one_line_before_anything_runs(
+    line, message, desk, cli, monkeypatch, little_memory
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # --device cuda, too
+    monkeypatch.setattr(generate.Engine, "prefill", lambda *_: pytest.fail("ran"))
+    monkeypatch.chdir(desk)
+    before = sorted(desk.rglob("*"))
+    assert message in cli.refusal(line)
+    assert sorted(desk.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name, module", [("eval", "extras.evaluate"), ("train", "extras.train")])
+def test_a_command_that_has_moved_says_where(name, module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["calibrate.py", name, "--method", "sals"])
+    with pytest.raises(SystemExit) as stop:
+        generate.run_command(calibrate.run)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said == f"error: calibrate.py {name} has moved; run python -m {module}\n"
+
+
+def test_a_failed_compile_ends_in_one_line(cli):
+    no_compiler = {"cpp.cxx": (None, "/no/compiler"), "force_disable_caches": True}
+    with torch._inductor.config.patch(no_compiler):
+        told = cli.refusal("generate --prompt hello --compile")
+    assert "/no/compiler" in told
+    assert told.endswith("; use --no-compile\n")
+
+
+ROOMS = [  # free memory in rows of 60 tokens, rows that are asked for, and what would fit
+    (1.0, 2, "1 rows or 30 tokens a row"),
+    (2.5, 4, "2 rows or 37 tokens a row"),
+]
+
+
+def bytes_of_a_row(method: str, options: dict) -> int:
+    """Of 60 tokens, in all memory."""
+    caches = make_engine(tiny_model(), method, 1, 60, **options).caches
+    return sum(cache.bytes_formula() + cache.bytes_host() for cache in caches)
+
+
+@pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
+@pytest.mark.parametrize("room, rows, what_fits", ROOMS)
+def test_too_little_memory_says_what_would_fit(method, options, room, rows, what_fits, monkeypatch):
+    """Where the model runs on the CPU, host memory counts, too."""
+    model = tiny_model()
+    settings = compress.settings_from(method, options)
+    free = int(room * bytes_of_a_row(method, options))
+    monkeypatch.setattr(generate, "free_memory", lambda device: free)
+    with pytest.raises(UserError, match=f"memory.* {what_fits} would fit"):
+        generate.check_memory(model, method, settings, {}, rows, 60)
+
+
+@pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
+def test_memory_that_is_just_enough_is_enough_and_a_byte_less_is_not(method, options, monkeypatch):
+    model = tiny_model()
+    settings = compress.settings_from(method, options)
+    for rows in (1, 2):
+        enough = rows * bytes_of_a_row(method, options)
+        monkeypatch.setattr(generate, "free_memory", lambda device, free=enough: free)
+        generate.check_memory(model, method, settings, {}, rows, 60)
+        monkeypatch.setattr(generate, "free_memory", lambda device, free=enough - 1: free)
+        with pytest.raises(UserError, match=f"memory.* {rows - 1} rows or 59 tokens a row would"):
+            generate.check_memory(model, method, settings, {}, rows, 60)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
+    monkeypatch.setattr(model_file, "free_memory", lambda device: 10**5)
+    for line in ("generate --random_weights llama-2-7b --prompt 5", "generate"):
+        assert "the weights need" in cli.refusal(line)
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_is_allocated(cli, monkeypatch):
+    monkeypatch.setattr(generate, "free_memory", lambda device: 10**9)
+    line = "generate --prompt 5 --batch_size 2147483647"
+    assert "the dense cache of 2147483647 rows" in cli.refusal(line)
+
+
+ENDS_OF_A_COMMAND = [  # what ends it, the exit code, and the line on stderr
+    (KeyboardInterrupt(), 130, "interrupted\n"),
+    # Escapes, line breaks and a change of direction would move a terminal.
+    (UserError("first\x1b[31m\n\u202ex\rlast"), 2, "error: first?[31m??x?last\n"),
+]
+
+
+@pytest.mark.parametrize("end, code, line", ENDS_OF_A_COMMAND)
+def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(end, code, line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        generate.run_command(mock.Mock(side_effect=end))
+    assert stop.value.code == code
+    assert capsys.readouterr().err == line
+
+
+# ---- how it starts, and its streams
+
+
+GIVEN_SPINS = [  # what a user has set, and how often a waiting thread looks again
+    ({}, "1000"),
+    ({"OMP_WAIT_POLICY": "passive"}, "0"),
+]
+
+
+@pytest.mark.parametrize("own, spins", GIVEN_SPINS)
+def test_a_start_imports_no_transformers_and_lets_waiting_threads_spin_little(
+    own, spins, monkeypatch
+):
+    """Unless a user says how."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # which this process has set
+    code = "import generate, calibrate, sys; assert 'transformers' not in sys.modules"
+    run = python("-c", code, OMP_DISPLAY_ENV="VERBOSE", **own)
+    assert run.returncode == 0, run.stderr
+    # OpenMP tells its settings; nothing like it where torch has another OpenMP.
+    told = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)
+    assert set(told) <= {spins}
+
+
+def test_a_script_called_by_a_symbolic_link_finds_nano(tmp_path):
+    (tmp_path / "link.py").symlink_to(ROOT / "generate.py")
+    assert runpy.run_path(str(tmp_path / "link.py"))["NANO"] == NANO
+
+
+@over("method", lambda tests: tests.METHODS)
+def test_help_names_every_method_and_setting(method, cli):
+    code, out, _ = cli(f"generate --method {method} --help")
+    assert code == 0
+    assert f"\n  {method} " in out
+    for field in dataclasses.fields(method_named(method).settings):
+        assert f"--{field.name}" in out
+        assert field.metadata["help"].split()[-1] in out
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as the locale has it
+def test_a_stdin_that_is_not_utf_8_is_refused(errors, cli, monkeypatch):
+    data = io.BytesIO(b"caf\xe9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data, "utf-8", errors))
+    assert "not UTF-8" in cli.refusal("generate --prompt -")
+
+
+def test_a_terminal_that_lacks_a_character_gets_a_question_mark(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    generate.run_command(lambda: print("snow \u2603", flush=True))
+    assert stdout.buffer.getvalue() == b"snow ?\n"
 
 
 def test_progress_is_on_stderr(capsys):
     progress = generate.Progress("slow", 4)
     progress.tick()
-    progress.shown = progress.started = progress.started - 30
+    progress.started -= 30
+    progress.shown = progress.started
     progress.tick()
     assert capsys.readouterr() == ("", "slow 2/4, 30 s left\n")
 
 
-def test_a_command_ends_with_130_or_one_line_that_moves_no_terminal(capsys):
-    for mistake, code in (
-        (KeyboardInterrupt(), 130),
-        (UserError("first\x1b[31m\n\u202ex\rlast"), 2),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            generate.run_command(mock.Mock(side_effect=mistake))
-        assert stop.value.code == code
-    assert capsys.readouterr().err == "interrupted\nerror: first?[31m??x?last\n"
+# ---- generate
+
+
+@pytest.mark.parametrize("chat", ["", "--chat"])
+def test_prompts_from_text_file_and_stdin_agree(chat, cli, folder, tmp_path):
+    """A file and stdin have a byte-order mark and line ends of Windows here, which do not count."""
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    text = "some words\nand caf\u00e9"
+    raw = "\ufeff" + text.replace("\n", "\r\n")
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(raw.encode())
+    line = f"generate {chat} --max_new_tokens 12 --prompt"
+    first = cli.json(f"{line} '{text}'")
+    # A chat has no BOS, and "?" at its end.
+    assert first["prompt_tokens"] == [len(load_tokenizer(NANO).encode(text))]
+    for prompt in (f"@{file}", "-"):
+        other = cli.json(f"{line} '{prompt}'", stdin=raw)
+        for name in ("prompt_tokens", "token_ids", "text"):
+            assert other[name] == first[name]
+
+
+def test_a_chat_of_the_command_line_is_that_of_an_llm(cli, folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    report = cli.json("generate --chat --max_new_tokens 12 --prompt 'some words'")
+    messages = [{"role": "user", "content": "some words"}]
+    output = generate.LLM(folder, device="cpu").chat(messages, 12)
+    assert report["token_ids"] == [output.token_ids]
+    assert report["text"] == [output.text]
+
+
+FIGURES = """method settings model device dtype prompt_tokens new_tokens token_ids text prefill_s
+    first_token_s decode_tokens_per_s cache_bytes_measured cache_bytes_formula cache_bytes_dense
+    cache_bytes_host miss_rate bytes_read_per_step peak_memory_bytes capture_s seed versions"""
+
+
+def test_json_is_the_last_line_and_complete(cli):
+    """Of three rows with two prompts of 30 random tokens; the first one is repeated."""
+    line = "generate --prompt 30 --prompt 30 --batch_size 3 --max_new_tokens 9 --ignore_eos"
+    report = cli.json(line)
+    assert set(FIGURES.split()) <= set(report)
+    assert report["prompt_tokens"] == [30, 30, 30]
+    assert report["new_tokens"] == [9, 9, 9]
+    ids = report["token_ids"]
+    assert [len(row) for row in ids] == [9, 9, 9]
+    assert ids[0] == ids[2] != ids[1]
+    assert report["seed"] == 0
+    assert 50e6 < report["peak_memory_bytes"] < 1e12
+
+
+def test_a_report_has_the_bytes_and_misses_of_a_cache_in_two_memories(cli):
+    line = "generate --prompt 30 --max_new_tokens 9 --ignore_eos --method lrqk"
+    report = cli.json(f"{line} --rank 8 --k 10 --recent 4")
+    assert report["settings"]["rank"] == 8
+    assert report["cache_bytes_host"] == report["cache_bytes_dense"]  # K and V of all tokens
+    assert report["cache_bytes_measured"] < report["cache_bytes_host"]
+    assert 0 < report["miss_rate"] < 1
+    assert f"miss_rate             {report['miss_rate']}\n" in cli.err
+
+
+def test_a_report_does_not_speak_of_another_memory_where_there_is_none(cli):
+    report = cli.json("generate --prompt 30 --max_new_tokens 9 --ignore_eos")
+    assert report["cache_bytes_host"] == 0
+    assert report["miss_rate"] is None
+    assert "cache_bytes_host" not in cli.err
+    assert "every token is attended" not in cli.err  # as of a budget that covers all
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_random_weights_take_prompts_beyond_the_trained_length(method, cli, monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config(max_positions=64))
+    line = f"generate --random_weights tiny --method {method} --prompt 100"
+    report = cli.json(f"{line} --batch_size 2 --max_new_tokens 4")
+    assert report["prompt_tokens"] == [100, 100]
+    assert report["new_tokens"] == [4, 4]
+    assert [len(ids) for ids in report["token_ids"]] == [4, 4]
+
+
+def test_sampling_options_and_the_seed_reach_the_draw(cli):
+    def ids(options: str) -> list[list[int]]:
+        line = "generate --prompt hello --max_new_tokens 12 --ignore_eos"
+        return cli.json(f"{line} {options}")["token_ids"]
+
+    hot = "--temperature 50"
+    greedy = ids("")
+    assert ids(hot) != greedy
+    assert ids(f"{hot} --top_k 1") == greedy
+    assert ids(f"{hot} --top_p 1e-6") == greedy
+    assert ids(f"{hot} --seed 1") == ids(f"{hot} --seed 1")
+    assert ids(f"{hot} --seed 1") != ids(f"{hot} --seed 2")
+
+
+def test_rows_stop_one_by_one_at_the_models_stop_token(cli, folder):
+    batch = "generate --max_new_tokens 20 --prompt hello --prompt 'and so on' --prompt who"
+    free = cli.json(f"{batch} --ignore_eos")["token_ids"]
+    stop = free[0][5]
+    edit_json(folder / "config.json", eos_token_id=stop)
+    expected = []
+    for ids in free:
+        expected.append(ids[: ids.index(stop)] if stop in ids else ids)
+    assert 20 in map(len, expected)  # a row that does not stop
+    assert cli.json(batch)["token_ids"] == expected
+    assert cli.json(f"{batch} --ignore_eos")["token_ids"] == free
+
+
+@needs_cuda
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_commands_run_on_cuda(method, cli):
+    line = f"generate --device cuda --method {method} --prompt 60 --ignore_eos --max_new_tokens 8"
+    report = cli.json(line)
+    assert report["device"] == torch.cuda.get_device_name()
+    assert report["dtype"] == "bfloat16"
+    assert report["capture_s"] > 0
+    assert report["new_tokens"] == [8]
+    assert report["cache_bytes_measured"] == report["cache_bytes_formula"]
+
+
+# ---- generate --ask, --save_cache and --load_cache
+
+
+ONCE = "generate --prompt 'once upon a time'"
+ASKED = ("prompt_tokens", "new_tokens", "token_ids", "text")  # what a report has of each question
+
+
+@pytest.mark.parametrize("method", ["dense", "sals"])
+def test_the_command_line_answers_each_question_alone(method, cli):
+    """As if each were the only one after the prompt; in turn, where there are more rows."""
+    line = f"{ONCE} --method {method} --max_new_tokens 6"
+    who = cli.json(f"{line} --ask 'who is it'")
+    where = cli.json(f"{line} --ask 'where is it'")
+    both = cli.json(f"{line} --ask 'who is it' --ask 'where is it'")
+    three = cli.json(f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3")
+    for name in ASKED:
+        assert both[name] == [*who[name], *where[name]]
+        assert three[name] == [*who[name], *where[name], *who[name]]
+
+
+def test_the_first_token_waits_for_prompt_and_questions(cli, monkeypatch):
+    append = generate.Engine.append
+    slow = 0.25
+
+    def slow_append(*args):
+        time.sleep(slow)
+        return append(*args)
+
+    monkeypatch.setattr(generate.Engine, "append", slow_append)
+    line = f"{ONCE} --max_new_tokens 2 --ignore_eos"
+    plain = cli.json(line)
+    assert plain["first_token_s"] >= plain["prefill_s"] >= slow
+    asked = cli.json(f"{line} --ask 'who is it' --ask where?")
+    assert asked["first_token_s"] >= asked["prefill_s"] > 2 * slow  # the prompt and a question
+
+
+def test_a_report_counts_each_question_and_reads_what_the_row_holds(cli):
+    line = f"{ONCE} --max_new_tokens 2 --ignore_eos"
+    plain = cli.json(line)
+    asked = cli.json(f"{line} --ask 'who is it' --ask where?")
+    for name in ASKED:
+        assert len(asked[name]) == 2
+    assert min(asked["prompt_tokens"]) > plain["prompt_tokens"][0]  # with the question
+
+    # A step reads of a dense cache what the row holds: the prompt, the last question, its answer.
+    of_a_token = []
+    for report in (plain, asked):
+        length = report["prompt_tokens"][-1] + report["new_tokens"][-1]
+        of_a_token.append(report["bytes_read_per_step"] / length)
+    assert of_a_token[0] == of_a_token[1]
+
+
+def test_a_saved_cache_is_asked_as_the_prompt_is(cli, tmp_path):
+    """Also where it was saved before several questions were asked, in more rows."""
+    line = f"{ONCE} --method sals --max_new_tokens 6"
+    who = cli.json(f"{line} --ask 'who is it'")
+    where = cli.json(f"{line} --ask 'where is it'")
+    cli.json(
+        f"{line} --ask 'who is it' --ask 'where is it' --batch_size 3 --save_cache {tmp_path}/c"
+    )
+    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
+    asked = cli.json(f"{load} --ask 'where is it'")
+    twice = cli.json(f"{load} --ask 'who is it' --batch_size 2")
+    for name in ASKED:
+        assert asked[name] == where[name]
+        assert twice[name] == who[name] * 2
+
+
+def assert_same_tensors(path: Path, other: Path) -> None:
+    tensors = load_file(path)
+    others = load_file(other)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        assert tensor.equal(others[name]), name
+
+
+def test_a_saved_cache_goes_on_as_the_prompt_does_and_is_saved_again(cli, tmp_path):
+    line = f"{ONCE} --method sals --max_new_tokens 6"
+    never_left = cli.json(line)
+    cli.json(f"{line} --save_cache {tmp_path}/c")
+    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6"
+    went_on = cli.json(f"{load} --save_cache {tmp_path}/d")
+    for name in ("token_ids", "text", "prompt_tokens"):
+        assert went_on[name] == never_left[name]
+    assert_same_tensors(tmp_path / "c", tmp_path / "d")
+
+
+def test_a_loaded_cache_is_saved_again_though_questions_are_asked(cli, tmp_path):
+    assert cli(f"generate --prompt hello --max_new_tokens 1 --save_cache {tmp_path}/a")[0] == 0
+    load = f"generate --load_cache {tmp_path}/a --max_new_tokens 3"
+    assert cli(f"{load} --ask 'who is it' --save_cache {tmp_path}/b")[0] == 0
+    assert_same_tensors(tmp_path / "a", tmp_path / "b")
+
+
+def test_answers_stand_above_the_dense_ones_unless_the_cache_was_loaded(cli, tmp_path):
+    """No dense cache has what was saved. The one that is saved is not the dense one."""
+    line = f"{ONCE} --method sals --max_new_tokens 6 --ask 'who is it' --save_cache {tmp_path}/c"
+    code, out, _ = cli(line)
+    assert code == 0
+    assert out.count("sals:") == 1
+    assert out.count("dense:") == 1
+    load = f"generate --method sals --load_cache {tmp_path}/c --max_new_tokens 6 --ask 'who is it'"
+    code, out, _ = cli(load)
+    assert code == 0
+    assert out.count("sals:") == 1
+    assert out.count("dense:") == 0
+
+
+LOADED_OTHERWISE = [  # options of load_cache beside those that saved, and what the error says
+    ("--k 9", "of another settings ("),
+    (
+        "--dtype bf16",
+        "of another dtype (torch.float32, here torch.bfloat16); load it with the options that",
+    ),
+    ("--batch_size 1", "needs a --batch_size of 2, not 1; raise --batch_size"),
+    ("--max_seq_length 40", "needs a --max_seq_length of 60, not 40; raise --max_seq_length"),
+    ("--max_seq_length 62", "need 64 positions, not 62; raise --max_seq_length"),
+    ("--prompt 5", "has the prompt; give --ask"),
+    ("--system brief", "--chat needs a --prompt"),
+]
+SAVED = "generate --max_new_tokens 4 --method lrqk --recent 8 --k 20"
+
+
+def test_a_cache_is_loaded_by_the_options_that_saved_it_alone(cli, tmp_path):
+    """A longer cache takes it, too."""
+    file = tmp_path / "c"
+    assert cli(f"{SAVED} --prompt 60 --prompt 9 --save_cache {file}")[0] == 0
+    assert cli(f"{SAVED} --load_cache {file} --max_seq_length 99")[0] == 0
+    for options, message in LOADED_OTHERWISE:
+        assert message in cli.refusal(f"{SAVED} --load_cache {file} {options}"), options
+    assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_cache_of_another_model_or_a_damaged_one_is_refused(cli, folder, tmp_path):
+    file = tmp_path / "c"
+    assert cli(f"{SAVED} --prompt 60 --save_cache {file}")[0] == 0
+    put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
+    assert "of another fingerprint (" in cli.refusal(f"{SAVED} --load_cache {file}")
+    truncate(file)
+    assert "truncated or damaged" in cli.refusal(f"{SAVED} --load_cache {file}")
+    assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")
+    assert f"{file}: " in cli.refusal(f"generate --prompt 5 --save_cache {file}/c")
+    assert sorted(tmp_path.iterdir()) == [file, folder]
+
+
+def test_a_cache_whose_budget_was_cut_is_refused_by_a_larger_one(cli, tmp_path):
+    """There the same settings give a larger budget, and so other buffers."""
+    file = tmp_path / "c"
+    line = "generate --max_new_tokens 4 --method lrqk --recent 8 --k 99"
+    assert cli(f"{line} --prompt 60 --save_cache {file}")[0] == 0
+    assert "every token is attended" in cli.err
+    told = cli.refusal(f"{line} --load_cache {file} --max_seq_length 150")
+    assert "saved with --max_seq_length 64, for which" in told
+
+
+# ---- what the docs show
+
+
+def code_block(document: str, number: int) -> str:
+    """A Python block of a document."""
+    text = (ROOT / document).read_text()
+    return text.split("```python\n")[number + 1].split("```")[0]
+
+
+def test_the_readmes_first_command_prints_what_the_readme_shows():
+    readme = (ROOT / "README.md").read_text()
+    assert "python generate.py --method sals" in readme
+    # The README shows a CPU's answer.
+    run = python("generate.py", "--method", "sals", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 0, run.stderr
+    shown = readme.split("```\nQuestion:")[1].split("```")[0]
+    assert "Question:" + shown in run.stdout
+    took, would_take = re.search(r"took ([\d.]+) MB .*dense would take ([\d.]+)", readme).groups()
+    figures = rf"measured +{took} MB\n.*\n.*dense +{would_take} MB"
+    assert re.search(figures, run.stderr), run.stderr
+
+
+def test_the_readmes_python_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    exec(code_block("README.md", 0), {})
+    said = capsys.readouterr().out
+    assert "number for silent lantern is 73308" in said
+    assert said.count("Answer: The magic number for") == 2
+
+
+@pytest.fixture
+def keynorm():
+    """The README's own method, in METHODS while a test runs."""
+    with mock.patch.dict(METHODS):
+        exec(code_block("README.md", 1), {"__name__": "keynorm"})
+        yield
+    assert "keynorm" not in METHODS
+
+
+def keynorm_and_dense_logits(keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three ragged rows, and 20 tokens after them: [21, 3, V] each."""
+    prompts = []
+    more = []
+    for n in (5, 60, 33):
+        prompts.append(random_ids(n, n))
+        more.append(random_ids(20, 100 + n))
+    dense = make_engine(tiny_model(), "dense", 3, 80)
+    engine = make_engine(tiny_model(), "keynorm", 3, 80, keep=keep)
+    return logits_through(engine, prompts, more), logits_through(dense, prompts, more)
+
+
+def test_the_readmes_own_method_is_dense_where_it_keeps_all(keynorm):
+    logits, dense = keynorm_and_dense_logits(keep=80)
+    assert error(logits, dense) < 1e-5
+
+
+def test_the_readmes_own_method_drops_tokens(keynorm):
+    logits, dense = keynorm_and_dense_logits(keep=24)
+    assert error(logits[:20, 0], dense[:20, 0]) < 1e-5  # 5 + 19 tokens fit
+    assert error(logits[1:, 1], dense[1:, 1]) > 1e-2  # 60 do not
+    for cache in make_engine(tiny_model(), "keynorm", 3, 80, keep=24).caches:
+        assert cache.bytes_stored() == cache.bytes_formula()
+        assert cache.bytes_stored() == compress.dense_bytes(cache.context) * 24 // 80
+
+
+def test_the_readmes_own_method_runs(keynorm, cli):
+    line = "generate --method keynorm --keep 24 --ignore_eos --prompt hello --max_new_tokens 4"
+    report = cli.json(line)
+    assert report["settings"]["keep"] == 24
+    assert len(report["token_ids"][0]) == 4
+
+
+@pytest.fixture
+def top_alone(tmp_path):
+    """A copy of the tree without extras."""
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    return tmp_path
+
+
+def test_the_top_works_without_extras(top_alone):
+    tests = "run_from_the_command_line and dense or help_names or refuse_what or bytes_read"
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_all.py", "-k", tests]
+    run = python(*command, cwd=top_alone)
+    assert run.returncode == 0, run.stdout
+    names = "import compress; assert compress.method_names() == [*compress.METHODS]"
+    assert python("-c", names, cwd=top_alone).returncode == 0
+
+
+def test_extras_that_are_there_and_broken_say_so_where_they_are_needed(top_alone):
+    (top_alone / "extras").mkdir()
+    (top_alone / "extras" / "baselines.py").write_text("import nowhere")
+    look_up = "import compress; [compress.method_named(name) for name in ('sals', 'h2o')]"
+    told = python("-c", look_up, cwd=top_alone).stderr
+    assert "'h2o'" not in told  # no unknown method
+    assert told.endswith("No module named 'nowhere'\n")
+
+
+def without_section(text: str, start: str, end: str) -> str:
+    """The text without what begins with a line `start` and goes up to a line `end`."""
+    return re.sub(rf"{start}.*?\n(?={end})", "", text, flags=re.S)
+
+
+def test_the_names_in_the_docs_are_in_the_code():
+    """Each name in backquotes that has an underscore or is a class, with what stands after a
+    dot."""
+    methods = (ROOT / "docs" / "methods.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    code = ""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")):
+        code += path.read_text()
+    if not (ROOT / "extras").is_dir():
+        methods = without_section(methods, "## Comparison rows", "## ")
+        readme = without_section(readme, "Everything else is in `extras/`", "Delete `extras/`")
+    names = re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme)
+    assert len(names) > 50
+    for name, attribute in names:
+        assert re.search(rf"\b{name}\b", code), name
+        if attribute:
+            assert re.search(rf"\b{attribute}\b", code), f"{name}.{attribute}"
+
+
+def test_the_exercises_name_functions_and_selections_that_there_are():
+    """Those of docs/methods.md: delete a body, and the tests that `-k` selects say when it is
+    back."""
+    row = r"^\| (\d+) \| `(\w+)`.* \| `-k (\w+)` \|"
+    text = (ROOT / "docs" / "methods.md").read_text()
+    exercises = re.findall(row, text, flags=re.M)
+    assert [int(number) for number, _, _ in exercises] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    names = list(STEPS)  # of which pytest makes names of tests
+    for name in globals():
+        if name.startswith("test_"):
+            names.append(name)
+    for _, function, selection in exercises:
+        found = [module for module in (compress, kernels, calibrate) if hasattr(module, function)]
+        assert found and callable(getattr(found[0], function)), function
+        assert any(selection in name for name in names), selection
+
+
+def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
+    path = tmp_path / "scaled.py"
+    path.write_text(
+        code_block("docs/methods.md", 0)
+    )  # Triton reads a kernel's source from its file
+    spec = importlib.util.spec_from_file_location("scaled", path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(kernels.KEYS):
+        spec.loader.exec_module(module)
+        module.test_scaled_keys_are_attended_as_in_pytorch()
+    assert "scaled" not in kernels.KEYS
+
+
+# ---- calibrate: fit and ranks
+
+
+FIT = "--windows 4 --window 64"
+
+
+def test_fit_writes_artifacts_and_goes_on_where_a_method_cannot_take_the_model(
+    cli, folder, monkeypatch
+):
+    methods = set(calibrate.fits_of("all"))
+    for method in fitted(sys.modules[__name__]):
+        compress.artifact_path(folder, method).unlink()
+    refusal = mock.Mock(side_effect=UserError("not this model"))
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "fit_elitekv", refusal)
+        code, out, err = cli(f"fit --method all {FIT} --dtype bf16")
+        assert code == 0
+        assert "elitekv: not fitted" in err
+        for sentence in (
+            r"sals.safetensors: A latent of a quarter of the key dims keeps \d\d\.\d% of",
+            r"loki.safetensors: A quarter of a head's components hold \d\d\.\d% of the variance",
+            r"fdc.safetensors: At a rate of [\d.]+ a head keeps [\d.]+ dims of its queries",
+        ):
+            assert re.search(sentence, out)
+        assert cli(f"fit --method elitekv {FIT}")[0] == 2  # asked for alone it ends the command
+    files = {path.stem for path in folder.glob("*.safetensors")}
+    assert files == {"model", *methods} - {"elitekv"}
+
+    code, out, _ = cli(f"fit --method elitekv {FIT}")
+    assert code == 0
+    assert re.search(r"rotates \d+ pairs of dims, beside a latent of \d+ numbers", out)
+    model = load_model(folder, CPU, torch.float32)
+    for method in methods:
+        assert load_artifact(folder, method, model)
+
+
+def test_fit_of_sals_has_the_ranks_that_were_asked_for(cli, folder):
+    """Five eighths of 64 dims, as the widest default needs, or --max_rank of them."""
+    model = load_model(folder, CPU, torch.float32)
+    assert cli(f"fit --method sals {FIT}")[0] == 0
+    tensors = load_artifact(folder, "sals", model)
+    assert tensors["0.query_basis"].shape == tensors["0.key_basis"].shape == (64, 40)
+    assert cli("generate --method sals --prompt hello --max_new_tokens 3")[0] == 0
+    assert cli(f"fit --method sals {FIT} --max_rank 0.25")[0] == 0
+    assert load_artifact(folder, "sals", model)["0.query_basis"].shape == (64, 16)
+
+
+def test_fit_out_makes_a_folder_of_links(cli, folder, tmp_path):
+    before = contents(folder)
+    out = tmp_path / "cache" / "fits"
+    for method in ("loki", "sals"):
+        assert cli(f"fit --method {method} --out {out} --windows 2 --window 4")[0] == 0
+    assert contents(folder) == before
+    assert (out / WEIGHTS).is_symlink()
+    assert not (out / "loki.safetensors").is_symlink()
+    line = f"generate --checkpoint {out} --method loki --prompt hello --max_new_tokens 3"
+    assert cli(line)[0] == 0
+
+
+def test_fit_says_what_to_do_where_the_folder_cannot_be_written(cli, folder):
+    with mock.patch.object(os, "access", lambda *_: False):
+        assert f"written into {folder}; give --out FOLDER" in cli.refusal("fit --method loki")
 
 
 def test_what_evaluation_reads_is_never_calibrated_on(cli, tmp_path, monkeypatch):
     names = {f"{i}.py" for i in range(40)}
+    held = {name for name in names if is_held_out(name)}
+    assert 0 < len(held) < 10
     for name in names:
         (tmp_path / name).write_text(name * 100)
-    # lie in the library's folder, but are not of it
-    for name in ("site-packages", "dist-packages"):
+    for name in ("site-packages", "dist-packages"):  # lie in the library's folder: no part of it
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.py").write_text(name * 100)
-    held = {name for name in names if zlib.crc32(name.encode()) % 16 == 0}
-    assert 0 < len(held) < 10
-    read = mock.Mock(side_effect=UserError("read"))
+    text_ids = mock.Mock(side_effect=UserError("read"))
     monkeypatch.setattr(calibrate, "STDLIB", tmp_path)
-    monkeypatch.setattr(calibrate, "text_ids", read)
+    monkeypatch.setattr(calibrate, "text_ids", text_ids)
     assert "read" in cli.refusal("fit --method sals")
-    _, files, *_ = read.call_args.args
+    _, files, *_ = text_ids.call_args.args
     assert {file.name for file in files} == names - held
 
 
-def test_ranks_prints_what_its_json_and_its_table_have_and_how_heads_vary(cli, tmp_path):
-    """cv_v is of the weights alone; cv_qk is 0 where every head computes the same."""
+def test_ranks_prints_what_its_json_and_its_table_have(cli, tmp_path):
     figures = cli.json(f"ranks --windows 2 --window 64 --csv {tmp_path}/ranks.csv")
     assert figures["pre"] != figures["post"]
     for name in ("pre", "post"):
         ranks = figures[name]
-        assert (
-            f"{name}-RoPE, mean {sum(ranks) / 4:.1f}, by layer: {' '.join(map(str, ranks))}\n"
-            in cli.out
-        )
+        by_layer = " ".join(map(str, ranks))
+        line = f"{name}-RoPE, mean {sum(ranks) / 4:.1f}, by layer: {by_layer}\n"
+        assert line in cli.out
     names = ["pre", "post", "cv_qk", "cv_v"]
-    rows = zip(range(4), *(figures[name] for name in names), strict=True)
-    table = [",".join(["layer", *names]), *(",".join(map(str, row)) for row in rows)]
+    table = [",".join(["layer", *names])]
+    for layer in range(4):
+        numbers = [layer]
+        for name in names:
+            numbers.append(figures[name][layer])
+        table.append(",".join(map(str, numbers)))
     assert (tmp_path / "ranks.csv").read_text().splitlines() == table
+
+
+def test_ranks_says_how_the_heads_values_vary(cli):
+    """cv_v is of the weights alone: of the largest singular value of each head's W_V."""
+    figures = cli.json("ranks --windows 2 --window 64")
     model = load_model(generate.NANO, CPU, torch.float32)
     for layer, cv in zip(model.layers, figures["cv_v"], strict=True):
-        weight = layer.attention.wqkv.weight.split(layer.attention.widths)[2].unflatten(0, (4, -1))
-        largest = torch.linalg.matrix_norm(weight, 2).numpy()
-        assert cv == pytest.approx(largest.std() / largest.mean(), rel=1e-4) and cv > 0.01
+        attention = layer.attention
+        _, _, w_v = attention.wqkv.weight.split(attention.widths)
+        of_heads = w_v.unflatten(0, (4, -1))
+        largest = torch.linalg.matrix_norm(of_heads, 2).numpy()
+        assert cv == pytest.approx(largest.std() / largest.mean(), rel=1e-4)
+        assert cv > 0.01
+
+
+def test_heads_that_compute_the_same_do_not_vary(checkpoint):
+    """Then the singular values of queries and keys, of which cv_qk is, are alike."""
+    model = load_model(checkpoint, CPU, torch.float32)
     for layer in model.layers:
         q, k, _ = layer.attention.wqkv.weight.split(layer.attention.widths)
-        q.copy_(q[:16].repeat(8, 1)), k.copy_(k[:16].repeat(4, 1))
+        q.copy_(q[:16].repeat(8, 1))
+        k.copy_(k[:16].repeat(4, 1))
     values = calibrate.fdc_bases(model, tiny_tokens(1, 32), 512)["qk.values"]
     assert error(values, values[:, :1].expand_as(values)) < 1e-5
