@@ -1503,6 +1503,14 @@ def test_sals_latents_fit_the_codes_of_both_their_parts(sals_fit):
         assert error(int4_scale, int8_scale) < 1e-4
 
 
+def lost_energy(
+    keys: torch.Tensor, down: torch.Tensor, up: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What is lost of keys [n, Hkv, D] in latents: the energy of each pair, times its weight."""
+    rebuilt = (keys.flatten(1) @ down @ up.T).view_as(keys)
+    return (pair_energy(keys - rebuilt) * weights).sum()
+
+
 @pytest.mark.parametrize("fraction", [8, 4])
 def test_sals_maps_of_ours_keep_the_logits_best(sals_fit, fraction, monkeypatch):
     """Of all maps of rank r they lose the least of the keys, weighted by the queries' energy
@@ -1519,23 +1527,17 @@ def test_sals_maps_of_ours_keep_the_logits_best(sals_fit, fraction, monkeypatch)
     paper = compress.SalsSettings(variant="paper", score="sum", rank=rank)
     for i, keys in enumerate(sals_fit.keys):
         weights = pair_weights(sals_fit, i)
-
-        def lost(x, down, up, weights=weights) -> torch.Tensor:
-            """The weighted energy of what is lost of keys x [n, Hkv, D]."""
-            rebuilt = (x.flatten(1) @ down @ up.T).view_as(x)
-            return (pair_energy(x - rebuilt) * weights).sum()
-
         maps = compress.sals_layer_maps(config, ours, sals_fit.tensors, i, CPU)
         down = maps.down.double()
         up = maps.up.double()
         assert error(down.T @ up, torch.eye(r)) < 1e-5  # latents come back as they were
 
-        lost_by_ours = lost(keys - keys.mean(0), down, up)
+        lost_by_ours = lost_energy(keys - keys.mean(0), down, up, weights)
         least = len(keys) * sals_fit.tensors["query_eigenvalues"][i, r:].sum()
         assert abs(lost_by_ours / least - 1) < 1e-4
 
         U_r = compress.paper_basis(config, paper, sals_fit.tensors, i, CPU).double()
-        assert lost_by_ours < 0.8 * lost(keys, U_r, U_r)
+        assert lost_by_ours < 0.8 * lost_energy(keys, U_r, U_r, weights)
 
 
 def sals_cache_of_random_keys(rope_scaling, qkv_bias: bool, block: int = 16, **options):
@@ -1561,12 +1563,11 @@ def queries_in_two_orders() -> list[torch.Tensor]:
     return [q, exchanged]
 
 
-def assert_scores_of_tokens_up_to(pos: torch.Tensor, scores, truth_of: Callable) -> None:
-    """scores [B, 1, 1, S] are truth_of(row, n) [n] for the n tokens of each row, and -inf for the
-    places after them."""
+def assert_scores_up_to(pos: torch.Tensor, scores: torch.Tensor, truth: torch.Tensor) -> None:
+    """scores [B, 1, 1, S] are truth [B, S] of the tokens up to pos [B], and -inf after them."""
     for row, last in enumerate(pos.tolist()):
         n = last + 1
-        assert error(scores[row, 0, 0, :n], truth_of(row, n)) < 1e-5
+        assert error(scores[row, 0, 0, :n], truth[row, :n]) < 1e-5
         assert scores[row, 0, 0, n:].eq(-torch.inf).all()
 
 
@@ -1587,11 +1588,7 @@ def test_sals_sum_scores_are_the_sums_of_all_heads_logits_without_rope(
             scores = cache.score(pos, q, cache.rope(q, pos))
         of_group = q.unflatten(1, (4, 2))  # [2, Hkv, G, D]
         logits = torch.einsum("bhgd,bjhd->bjhg", of_group, keys) / 4  # 4 is sqrt(D)
-
-        def sum_of_logits(row: int, n: int, logits=logits) -> torch.Tensor:
-            return logits[row, :n].sum((1, 2))
-
-        assert_scores_of_tokens_up_to(pos, scores, sum_of_logits)
+        assert_scores_up_to(pos, scores, logits.sum((2, 3)))
 
 
 def mean_logits_in_places(cache, q, keys, pos, span: int) -> torch.Tensor:
@@ -1622,16 +1619,21 @@ def test_sals_softmax_scores_are_of_mean_logits_over_a_block(qkv_bias, rope_scal
     mean_block = 1 if qkv_bias else block
     mean = cache.mean.view(4, 16).expand_as(keys)
     pos = torch.tensor([36, 24])
+    is_later = torch.arange(40) > pos[:, None]  # [2, S]
     for q in queries_in_two_orders():
         scores = cache.score(pos, q, cache.rope(q, pos))
         logits = mean_logits_in_places(cache, q, keys, pos, block)
         logits = logits + mean_logits_in_places(cache, q, mean, pos, mean_block)
+        logits = logits.masked_fill(is_later[..., None], -torch.inf) / 4  # 4 is sqrt(D)
+        weights = logits.softmax(1)  # [2, S, Hq]
+        assert_scores_up_to(pos, scores, weights.sum(2))
 
-        def sum_of_weights(row: int, n: int, logits=logits) -> torch.Tensor:
-            weights = (logits[row, :n] / 4).softmax(0)  # 4 is sqrt(D)
-            return weights.sum(1)
 
-        assert_scores_of_tokens_up_to(pos, scores, sum_of_weights)
+def best_tokens(scores: list[float], tokens: range, n: int) -> list[int]:
+    """The n of these tokens that have the largest scores, or fewer: -inf and NaN are none."""
+    candidates = [token for token in tokens if scores[token] > -math.inf]
+    candidates.sort(key=lambda token: scores[token], reverse=True)
+    return candidates[:n]
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 12, 13, 14, 40])
@@ -1664,13 +1666,9 @@ def test_selection_has_the_sinks_and_the_best_and_no_repeats(length, wanted):
         n_old = max(0, n_tokens - n_recent)
         most = n_selected if wanted is None else wanted[row]
         for head in range(3):
-            score_of = scores[row, head].tolist()
-            candidates = []
-            for token in range(n_sinks, n_old):
-                if score_of[token] > -math.inf:  # which NaN is not, either
-                    candidates.append(token)
-            candidates.sort(key=lambda token, score_of=score_of: score_of[token], reverse=True)
-            expected = [*range(min(n_sinks, n_old)), *candidates[:most]]
+            sinks = range(min(n_sinks, n_old))
+            best = best_tokens(scores[row, head].tolist(), range(n_sinks, n_old), most)
+            expected = [*sinks, *best]
             found = [token for token in chosen[row, head].tolist() if token >= 0]
             assert sorted(found) == sorted(expected)
 
@@ -5718,17 +5716,19 @@ def test_too_little_memory_says_what_would_fit(method, options, room, rows, what
         generate.check_memory(model, method, settings, {}, rows, 60)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("method, options", [("dense", {}), ("lrqk", LRQK)])
-def test_memory_that_is_just_enough_is_enough_and_a_byte_less_is_not(method, options, monkeypatch):
+def test_memory_that_is_just_enough_is_enough_and_a_byte_less_is_not(
+    method, options, rows, monkeypatch
+):
     model = tiny_model()
     settings = compress.settings_from(method, options)
-    for rows in (1, 2):
-        enough = rows * bytes_of_a_row(method, options)
-        monkeypatch.setattr(generate, "free_memory", lambda device, free=enough: free)
+    enough = rows * bytes_of_a_row(method, options)
+    monkeypatch.setattr(generate, "free_memory", lambda device: enough)
+    generate.check_memory(model, method, settings, {}, rows, 60)
+    monkeypatch.setattr(generate, "free_memory", lambda device: enough - 1)
+    with pytest.raises(UserError, match=f"memory.* {rows - 1} rows or 59 tokens a row would fit"):
         generate.check_memory(model, method, settings, {}, rows, 60)
-        monkeypatch.setattr(generate, "free_memory", lambda device, free=enough - 1: free)
-        with pytest.raises(UserError, match=f"memory.* {rows - 1} rows or 59 tokens a row would"):
-            generate.check_memory(model, method, settings, {}, rows, 60)
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(cli, monkeypatch):
