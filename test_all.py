@@ -4959,6 +4959,20 @@ def test_files_are_replaced_together(folder, tmp_path):
     assert (folder / WEIGHTS).stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_config_json_is_replaced_last(folder, monkeypatch):
+    """Whoever finds the new config finds the new weights, too."""
+    replaced = []
+    replace = Path.replace
+
+    def watched_replace(path, target):
+        replaced.append(path.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    replace_two_files(folder)
+    assert replaced[-2:] == [WEIGHTS, "config.json"]
+
+
 def test_two_that_write_one_file_do_not_meet(tmp_path):
     """Each writes into a folder of its own. One that a killed process has left long ago goes."""
     killed = tmp_path / "a.killed.partial"
