@@ -4887,6 +4887,9 @@ def wrong_tensors(tensor: torch.Tensor, kind: type, n_dims: int) -> list:
         (tensor.to(torch.complex64), "numbers"),
         (tensor.to(torch.int8), "numbers"),
     ]
+    if n_dims > 0:
+        wrong.append((torch.cat((tensor, tensor)), r"is \["))
+        wrong.append((tensor[:-1], r"is \["))
     if kind is float:
         wrong.append((tensor.to(torch.int32), "numbers"))
         wrong.append((tensor * torch.nan, "not finite"))
