@@ -84,6 +84,14 @@ class Task:
         return hashlib.sha256(str(self.ids).encode()).hexdigest()[:16]
 
 
+def parse_python(text: str, mode: str = "exec") -> ast.Module | ast.Expression | None:
+    """What ast.parse makes of a text; None where it is no Python."""
+    try:
+        return ast.parse(text, mode=mode)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # whatever a model wrote
+        return None
+
+
 class Verdict(NamedTuple):
     """Is an answer right, and if not, why?"""
 
@@ -325,11 +333,12 @@ def parse_calls(text: str) -> list[Call]:
             calls.append(call_of_json(part))
     if not calls or None in calls:
         bare = re.sub(r"```\w*|</?tool_call>", "", text).strip()
-        try:
-            body = ast.parse(bare, mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        expression = parse_python(bare, "eval")
+        if expression is None:
             return []
-        nodes = body.elts if isinstance(body, ast.List | ast.Tuple) else [body]
+        nodes = [expression.body]
+        if isinstance(expression.body, ast.List | ast.Tuple):
+            nodes = expression.body.elts
         calls = [call_of_python(node) for node in nodes]
     return [] if None in calls else calls
 
@@ -421,7 +430,7 @@ try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT}, {MEMORY_LIMIT}))
     resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_LIMIT}, {FILE_LIMIT}))
-except ImportError:  # Windows
+except (ImportError, ValueError):  # Windows has no limits, and macOS not all of them
     pass
 name, path, examples = sys.argv[1:]
 docstring = open(examples, encoding="utf-8").read()
@@ -552,8 +561,8 @@ def package_functions(package: str) -> list[Function]:
         source = path.read_text(encoding="utf-8")
         inner = path.relative_to(package_folder(package)).with_suffix("")
         module = ".".join([package, *inner.parts])
-        tree = ast.parse(source)
-        for node in tree.body:
+        tree = parse_python(source)
+        for node in tree.body if tree else ():
             if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node):
                 continue
             function = Function(package, module, path, node, source)
@@ -719,9 +728,8 @@ def answered_code(text: str, name: str) -> ast.Module | None:
     """The first code block of an answer that defines the function, or the whole answer, parsed."""
     blocks = re.findall(r"```\w*\n(.*?)(?:```|\Z)", text, re.DOTALL)
     for block in [*blocks, text]:
-        try:
-            tree = ast.parse(block)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse_python(block)
+        if tree is None:
             continue
         if any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
             return tree
@@ -903,7 +911,9 @@ def batches(tasks: list[Task], rows: int) -> Iterator[list[Task]]:
             yield alike[first : first + rows]
 
 
-def answer_tasks(candidate: Candidate, args: argparse.Namespace, tasks: list[Task], capacity: int):
+def answer_tasks(
+    candidate: Candidate, args: argparse.Namespace, tasks: list[Task], capacity: int
+) -> None:
     """Adds a candidate's answers to the file args.out, batch by batch."""
     tokenizer = load_tokenizer(args.checkpoint)
     rows = min(args.rows, len(tasks))
@@ -922,7 +932,7 @@ def answer_tasks(candidate: Candidate, args: argparse.Namespace, tasks: list[Tas
                     n_tokens=len(ids),
                     costs=costs,
                 )
-                lines += json.dumps(asdict(answer), ensure_ascii=False) + "\n"
+                lines += json.dumps(asdict(answer)) + "\n"
             if rank() == 0:
                 with args.out.open("a", encoding="utf-8") as file:
                     file.write(lines)
@@ -1004,7 +1014,7 @@ def write_lines(path: Path, objects: list) -> None:
     with replacing(path.parent, path.name) as folder:
         with (folder / path.name).open("w", encoding="utf-8") as file:
             for x in objects:
-                file.write(json.dumps(asdict(x), ensure_ascii=False) + "\n")
+                file.write(json.dumps(asdict(x)) + "\n")
 
 
 def run_make(args: argparse.Namespace) -> None:

@@ -3585,7 +3585,7 @@ def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypat
     texts = {
         "dense": [right, right, right, "", "", ""],
         "sals": [right, right, "", right, "", ""],
-        "kivi": [right, "", "", ""],
+        "kivi": [right, "lines\u2028of\x85text\n", "", ""],
     }
     answers = []
     for method, given in texts.items():
