@@ -990,7 +990,7 @@ def result_row(
         ]
         shared = [task_id for task_id in ids if task_id in dense]
         if ids:
-            right = torch.tensor([float(outcomes[task_id]) for task_id in ids])
+            right = torch.tensor([outcomes[task_id] for task_id in ids], dtype=torch.float64)
             row[kind] = 100 * right.mean().item()
             row[f"{kind} ±"] = 100 * standard_error(right)
         if shared:
