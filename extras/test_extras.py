@@ -23,6 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import calibrate
 import compress
+import extras.tasks as tasks
 import generate
 import kernels
 import model as model_file
@@ -3640,6 +3642,472 @@ def test_ctrl_c_ends_a_chat_of_several_processes_in_all_of_them(folder, monkeypa
     args = chat.parse_args(["--checkpoint", str(folder), "--device", "cpu"])
     with pytest.raises(KeyboardInterrupt):
         chat.run_chat(args)
+
+
+# ---- tasks.py
+
+test_all.CommandLine.programs |= {"tasks": tasks.main}
+
+TOY_PACKAGE = {
+    "core.py": '''
+"""Numbers and their limit."""
+
+import itertools
+import random
+
+LIMIT = 10
+
+
+def unused(x):
+    # a comment that fills the context
+    return [x + i for i in range(x)]
+
+
+def doubled(function):
+    def call(x):
+        return 2 * function(x)
+
+    return call
+
+
+def clip(x):
+    """A number, but at most the limit.
+
+    >>> clip(3)
+    3
+    >>> clip(30)
+    10
+
+    Negative numbers stay:
+
+    >>> clip(-5)
+    -5
+    >>> clip(11)
+    10
+
+    That is all.
+    """
+    if x > LIMIT:
+        x = LIMIT  # the secret of the body
+    return x
+
+
+@doubled
+def twice_clipped(x):
+    """
+    >>> twice_clipped(3)
+    6
+    >>> twice_clipped(30)
+    20
+    """
+    limit = LIMIT
+    return min(x, limit)
+
+
+def uses_nothing(x):
+    """
+    >>> uses_nothing(1)
+    2
+    >>> uses_nothing(2)
+    3
+    """
+    y = x + 1
+    return y
+
+
+def has_one_example(x):
+    """
+    >>> has_one_example(1)
+    10
+    """
+    y = x * LIMIT
+    return y
+
+
+def is_random(x):
+    """
+    >>> is_random(1) == LIMIT
+    True
+    >>> is_random(2) > 0
+    True
+    """
+    y = random.SystemRandom().random()
+    return y * LIMIT
+
+
+def is_not_called(x):
+    """
+    >>> LIMIT
+    10
+    >>> LIMIT + 1
+    11
+    """
+    y = x * LIMIT
+    return y
+'''.lstrip(),
+    "other.py": "\n".join(f"def other_{i}(x):\n    return x * {i}\n\n" for i in range(300)),
+    "test_core.py": "def test_nothing():\n    assert clip",
+    "__init__.py": "from .core import clip, twice_clipped\n",
+}
+
+
+@pytest.fixture(scope="module")
+def toy_package(tmp_path_factory):
+    """The name of a package that processes find, too."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "toy_numbers").mkdir()
+    for name, text in TOY_PACKAGE.items():
+        (folder / "toy_numbers" / name).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", str(folder))
+        yield "toy_numbers"
+
+
+@pytest.fixture(scope="module")
+def chat_nano(tmp_path_factory):
+    """nano, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "nano"
+    folder.mkdir()
+    for file in NANO.iterdir():
+        (folder / file.name).symlink_to(file)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def task_writer(folder, length, seed=0):
+    return tasks.Writer(load_tokenizer(folder), length, seed)
+
+
+def toy_functions(package):
+    return {function.node.name: function for function in tasks.package_functions(package)}
+
+
+def toy_task(package, folder, name="clip", length=1000):
+    function = toy_functions(package)[name]
+    files = tasks.package_files(package)
+    return tasks.code_task(function, files, task_writer(folder, length))
+
+
+def test_calls_are_read_in_json_and_in_python():
+    call = tasks.Call("math.hypot", {"x": 4, "y": [5, "a"]})
+    bare = '{"name": "math.hypot", "arguments": {"x": 4, "y": [5, "a"]}}'
+    for text in (
+        bare,
+        f"[{bare}]",
+        f"Here it is:\n```json\n{bare}\n```\nDone.",
+        f"<tool_call>\n{bare}\n</tool_call>",
+        bare.replace("name", "function").replace("arguments", "parameters"),
+        "math.hypot(x=4, y=[5, 'a'])",
+        "```python\n[math.hypot(x=4, y=[5, 'a'])]\n```",
+    ):
+        assert tasks.parse_calls(text) == [call], text
+    assert tasks.parse_calls(f"{bare}\n{bare}") == [call, call]
+    assert tasks.parse_calls("[f(a=1), g()]") == [tasks.Call("f", {"a": 1}), tasks.Call("g", {})]
+    for text in (
+        "",
+        "I cannot help.",
+        "{}",
+        "[]",
+        "[1]",
+        "f",
+        "f(1)",
+        "f(a=b)",
+        '{"name": 1, "arguments": {}}',
+        '{"name": "f", "arguments": 1}',
+        f"[{bare}, 1]",
+        bare[:-1],
+        "(" * 500,
+    ):
+        assert tasks.parse_calls(text) == [], text
+
+
+def test_the_leaderboards_checker_scores_tool_calls():
+    pytest.importorskip("bfcl_eval")
+    for category, case in itertools.product(tasks.CATEGORIES, range(0, 200, 10)):
+        case = tasks.bfcl_cases(category)[case]
+        task = tasks.Task(case.id, category, case.messages, [1], 1, vars(case.scoring))
+        right = tasks.right_answer(case.scoring)
+        assert tasks.score_tools(task, right).is_right, case.id
+
+        ((name, arguments),) = case.scoring.right_calls[0].items()
+        given = json.loads(right)["arguments"]
+        needed = [key for key, values in arguments.items() if "" not in values]
+        wrong = [
+            json.dumps({"name": "another", "arguments": given}),
+            json.dumps({"name": name, "arguments": given | {"another": 1}}),
+            f"{right}\n{right}",
+            "no call",
+        ]
+        if needed:
+            value = given[needed[0]]
+            changed = [value, "another"] if isinstance(value, list) else "another value"
+            wrong.append(json.dumps({"name": name, "arguments": given | {needed[0]: changed}}))
+            del given[needed[0]]
+            wrong.append(json.dumps({"name": name, "arguments": given}))
+        for text in wrong:
+            verdict = tasks.score_tools(task, text)
+            assert not verdict.is_right and verdict.reason, (case.id, text)
+
+
+def test_tools_of_other_cases_fill_the_prompt(chat_nano):
+    pytest.importorskip("bfcl_eval")
+    counts = {"simple_python": 2, "multiple": 2, "live_multiple": 3}
+    made = tasks.tool_tasks(task_writer(chat_nano, 2000), counts)
+    assert made == tasks.tool_tasks(task_writer(chat_nano, 2000), counts)
+    others = tasks.tool_tasks(task_writer(chat_nano, 2000, seed=1), counts)
+    assert not {task.id for task in made} & {task.id for task in others}
+    assert collections.Counter(task.category for task in made) == counts
+    places = []  # of the right functions
+    for task in made:
+        assert 1900 < len(task.ids) <= 2010
+        assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
+        system, *rest = task.messages
+        assert system["role"] == "system" and rest[-1]["role"] == "user"
+        lines = [line for line in system["content"].split("\n") if line.startswith('{"name": ')]
+        shown = [json.loads(line) for line in lines[:-1]]  # the last one is the answer's form
+        names = [function["name"] for function in shown]
+        own = [function["name"] for function in task.scoring["functions"]]
+        assert len(set(names)) == len(names) > len(own)
+        for function in task.scoring["functions"]:
+            assert function in shown
+        # Nothing that is there in addition may do the same.
+        (right,) = task.scoring["right_calls"][0]
+        for name in set(names) - set(own):
+            assert not tasks.name_words(name) & tasks.name_words(right)
+        places.append(names.index(right) / len(names))
+    assert min(places) < 0.5 < max(places)
+
+
+def test_a_case_that_is_too_long_is_left_out(chat_nano):
+    pytest.importorskip("bfcl_eval")
+    case = tasks.bfcl_cases("multiple")[0]
+    assert tasks.tool_task(case, [], task_writer(chat_nano, 20)) is None
+    with pytest.raises(UserError, match="multiple: 1 cases are missing; ask for fewer, or for a"):
+        tasks.tool_tasks(
+            task_writer(chat_nano, 20), dict.fromkeys(tasks.CATEGORIES, 0) | {"multiple": 1}
+        )
+
+
+def test_functions_with_examples_that_need_their_file_become_tasks(toy_package, chat_nano):
+    named = toy_functions(toy_package)
+    assert set(named) == {"clip", "twice_clipped", "is_random", "is_not_called"}
+    # Of these some have examples that do not tell right from wrong.
+    for name, function in named.items():
+        task = toy_task(toy_package, chat_nano, name)
+        assert tasks.is_tested(task, function) == (name in ("clip", "twice_clipped")), name
+    writer = task_writer(chat_nano, 1000)
+    made = tasks.code_tasks(writer, [toy_package], 2)
+    assert {task.scoring["function"] for task in made} == {"clip", "twice_clipped"}
+    assert made == tasks.code_tasks(task_writer(chat_nano, 1000), [toy_package], 2)
+    with pytest.raises(UserError, match="only 2 functions have examples that pass; name more"):
+        tasks.code_tasks(writer, [toy_package], 3)
+    with pytest.raises(UserError, match="no such package is installed"):
+        tasks.code_tasks(writer, ["no_package"], 1)
+
+
+def test_the_body_and_half_of_the_examples_are_not_in_the_prompt(toy_package, chat_nano):
+    for length in (240, 600, 1500):
+        task = toy_task(toy_package, chat_nano, length=length)
+        assert length - 60 < len(task.ids) <= length + 10, length
+        assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
+        (message,) = task.messages
+        text = message["content"]
+        above, below = text.split("Complete this function of toy_numbers/core.py.")
+        assert "secret" not in text and ">>> clip(-5)" not in text and ">>> clip(11)" not in text
+        assert "def clip(x):" not in above
+        for shown in ("def clip(x):", ">>> clip(3)\n    3\n", ">>> clip(30)", "Negative numbers"):
+            assert shown in below
+        assert "That is all." in below and '"""\n    # the body is missing' in below
+        # What the body needs is there even where little else is.
+        assert "LIMIT = 10" in above
+        assert ("def unused" in above) == (length > 240)
+        assert ("def other_3(" in above) == (length > 240)
+        assert "test_nothing" not in text
+    assert toy_task(toy_package, chat_nano, length=100) is None
+    examples = task.scoring["docstring"]
+    assert "clip(-5)" in examples and "clip(11)" in examples
+
+
+def test_code_is_right_where_all_examples_pass(toy_package, chat_nano):
+    task = toy_task(toy_package, chat_nano)
+    right = "def clip(x):\n    return min(x, LIMIT)"
+    for text in (
+        right,
+        f"Sure:\n```python\n{right}\n```\nThis takes the smaller one.",
+        f"```\n{right}",  # the end is cut
+        f"```\npip install x\n```\n```python\n{right}\n```",
+        "```python\nimport math\n\ndef helper(x):\n    return math.floor(min(x, LIMIT))\n\n"
+        "def clip(x):\n    return helper(x)\n\nprint(clip(1))\n```",
+        f"@unknown\n{right}",
+    ):
+        assert tasks.score_code(task, text) == tasks.Verdict(True), text
+    for text, reason in (
+        ("", "no such function"),
+        ("def other(x):\n    return x", "no such function"),
+        ("```python\ndef clip(x:\n```", "no such function"),
+        ("def clip(x):\n    return x", "2 of 4 examples fail"),
+        ("def clip(x):\n    return None", "4 of 4 examples fail"),
+        ("def clip(x):\n    print('RESULT 0 of 4'); import os; os._exit(0)", "exit code 0"),
+        ("def clip(x):\n    import sys; sys.exit(3)", "4 of 4 examples fail"),
+        ("def clip(x, y=__import__('sys').exit(3)):\n    return x", "exit code 3"),
+        ("def clip(x, y=missing):\n    return x", "exit code 1: NameError"),
+        ("def clip(x):\n    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
+    ):
+        verdict = tasks.score_code(task, text)
+        assert not verdict.is_right and verdict.reason.startswith(reason), (text, verdict)
+    # Decorators are those of the package, whatever the answer has.
+    twice = toy_task(toy_package, chat_nano, "twice_clipped")
+    for above in ("", "@doubled\n"):
+        assert tasks.score_code(twice, f"{above}def twice_clipped(x):\n    return min(x, LIMIT)")[0]
+    task.scoring["source_hash"] = "0"
+    with pytest.raises(UserError, match="toy_numbers.core: the tasks were made with toy_numbers"):
+        tasks.score_code(task, right)
+
+
+def test_code_that_does_not_end_is_stopped(toy_package, chat_nano):
+    task = toy_task(toy_package, chat_nano)
+    started = time.time()
+    verdict = tasks.score_code(task, "def clip(x):\n    while True:\n        pass", time_limit=1)
+    assert verdict == tasks.Verdict(False, "no end after 1 s")
+    assert time.time() - started < tasks.TIME_LIMIT / 2
+
+
+@pytest.fixture
+def toy_tasks(toy_package, chat_nano, tmp_path):
+    """A file of six tasks, of unlike lengths, and the tasks."""
+    made = []
+    for i, length in enumerate((500, 420, 700, 450, 460, 470)):
+        task = toy_task(toy_package, chat_nano, length=length)
+        task.id = f"task {i}"
+        task.max_new_tokens = 6 if i < 4 else 9
+        made.append(task)
+    tasks.write_lines(tmp_path / "tasks.jsonl", made)
+    assert tasks.read_json_lines(tmp_path / "tasks.jsonl", tasks.Task) == made
+    return made
+
+
+def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"tasks run --checkpoint {chat_nano} --tasks tasks.jsonl --rows 3 --method streaming"
+    assert cli(f"{line} --out whole.jsonl")[0] == 0, cli.err
+    whole = tasks.read_answers(Path("whole.jsonl"), toy_tasks)
+    keys = [(answer.method, answer.id) for answer in whole]
+    ids = [task.id for task in toy_tasks]
+    assert keys == [*itertools.product(("dense", "streaming"), ids)]
+    dense = {answer.id: answer for answer in whole if answer.method == "dense"}
+    costs = [answer.costs["bytes/token"] for answer in (whole[0], whole[-1])]
+    assert costs[1] < costs[0] == 8 * 2 * 256 * 4
+
+    # Answers are those of the prompts alone.
+    llm = generate.LLM(chat_nano, device="cpu")
+    for task in toy_tasks:
+        output = llm.generate(task.ids, task.max_new_tokens)
+        assert dense[task.id].text == output.text.split("```")[0], task.id
+        assert dense[task.id].n_tokens <= task.max_new_tokens
+
+    # What is there is not made again; half a line is.
+    lines = Path("whole.jsonl").read_text().splitlines(keepends=True)
+    Path("part.jsonl").write_text("".join(lines[:8]) + lines[8][:30])
+    asked = []
+    answer_batch = tasks.answer_batch
+
+    def watched(engine, tokenizer, batch):
+        asked.append([task.id for task in batch])
+        return answer_batch(engine, tokenizer, batch)
+
+    monkeypatch.setattr(tasks, "answer_batch", watched)
+    assert cli(f"{line} --out part.jsonl")[0] == 0, cli.err
+    assert asked == [["task 2", "task 3"], ["task 4", "task 5"]]
+    assert Path("part.jsonl").read_text().splitlines(keepends=True) == lines
+    asked.clear()
+    assert cli(f"{line} --out part.jsonl")[0] == 0 and not asked
+    assert cli(f"{line} --limit 1 --out few.jsonl")[0] == 0
+    assert asked == [["task 0"]] * 2
+
+
+def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
+    tokenizer = load_tokenizer(chat_nano)
+    engine = test_all.fitted_engine(NANO, "dense", 3, 900)
+    written = ["```python\nx\n```\nmore text of it", "no code at all, to the end of it"]
+    scripts = [tokenizer.encode_continuation(text) for text in written]
+
+    def decode(engine, most, stops, stride, rows):
+        assert rows == 2
+        for row, script in enumerate(scripts):
+            for n in range(1, len(script) + 1):
+                is_stop = stops(script[:n])
+                yield generate.NewToken(row, script[n - 1], is_stop)
+                if is_stop:
+                    break
+
+    monkeypatch.setattr(tasks, "decode_tokens", decode)
+    answers = tasks.answer_batch(engine, tokenizer, toy_tasks[:2])
+    first, second = (tokenizer.decode(ids) for ids in answers)
+    assert first.startswith("```python\nx\n```") and "text" not in first
+    assert second == written[1]
+
+
+def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    right = "def clip(x):\n    return min(x, LIMIT)"
+    texts = {
+        "dense": [right, right, right, "", "", ""],
+        "sals": [right, right, "", right, "", ""],
+        "kivi": [right, "lines\u2028of\x85text\n", "", ""],
+    }
+    answers = []
+    for method, given in texts.items():
+        for task, text in zip(toy_tasks, given, strict=False):
+            answer = tasks.Answer(method, task.id, task.fingerprint(), text, 5, {"bytes/token": 7})
+            answers.append(answer)
+    tasks.write_lines(Path("answers.jsonl"), answers)
+    line = "tasks score --tasks tasks.jsonl --answers answers.jsonl"
+    code, out, err = cli(f"{line} --csv table.csv --verdicts verdicts.jsonl --json")
+    assert code == 0, err
+    rows = list(csv.DictReader(Path("table.csv").open()))
+    assert [row["method"] for row in rows] == ["dense", "sals", "kivi"]
+    assert [row["answers"] for row in rows] == ["6", "6", "4"]
+    figures = [[float(row[name]) for name in ("code", "code flips")] for row in rows]
+    assert figures == [[50, 0], [50, 100 * 2 / 6], [25, 50]]
+    assert float(rows[0]["code ±"]) == pytest.approx(100 * math.sqrt(0.25 * 6 / 5 / 6))
+    assert {row["bytes/token"] for row in rows} == {"7"}
+    assert "code flips" in out and json.loads(out.splitlines()[-1])["rows"][1]["code"] == 50
+    judged = [json.loads(verdict) for verdict in Path("verdicts.jsonl").read_text().splitlines()]
+    assert [x["is_right"] for x in judged] == [text == right for x in texts.values() for text in x]
+    assert judged[3]["reason"] == "no such function"
+
+
+def test_tasks_of_something_else_are_refused(cli, toy_tasks, chat_nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = f"tasks run --checkpoint {chat_nano} --out answers.jsonl"
+    answer = tasks.Answer("dense", "task 0", "of another prompt", "", 0, {})
+    tasks.write_lines(Path("others.jsonl"), [answer])
+    refusal = cli.refusal("tasks score --tasks tasks.jsonl --answers others.jsonl")
+    assert "its answer to task 0 is to none of these prompts; use" in refusal
+    assert "others.jsonl: line 1 is no task" in cli.refusal(f"{run} --tasks others.jsonl")
+    other = toy_tasks[0]
+    other.ids = other.ids[1:]
+    tasks.write_lines(Path("tasks.jsonl"), [other])
+    assert "was made for another model; make it" in cli.refusal(f"{run} --tasks tasks.jsonl")
+    no_template = f"tasks make --checkpoint {NANO} --out tasks.jsonl"
+    assert "no chat template" in cli.refusal(no_template)
+    with mock.patch("importlib.util.find_spec", lambda name: None):
+        tasks.import_bfcl.cache_clear()
+        with pytest.raises(UserError, match="pip install --no-deps bfcl-eval"):
+            tasks.import_bfcl()
+    assert not Path("answers.jsonl").exists()
+
+
+def test_tasks_are_made_by_a_command(cli, toy_package, chat_nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = f"tasks make --checkpoint {chat_nano} --length 500 --simple 0 --multiple 0"
+    line += f" --live_multiple 0 --code 2 --packages {toy_package}"
+    assert cli(f"{line} --out a.jsonl")[0] == 0, cli.err
+    assert cli.out.startswith("a.jsonl: 2 tasks, of 4")
+    assert cli(f"{line} --out b.jsonl")[0] == 0
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
 
 
 if __name__ == "__main__":  # a process of a test of several ranks
