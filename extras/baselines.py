@@ -30,6 +30,7 @@ from compress import (
     ScoringCache,
     TokenStore,
     appended,
+    attend,
     each_layer,
     fit_budget,
     fold_values,
@@ -89,7 +90,7 @@ class StreamingCache(DenseCache):
         q = self.rope(q, pos)
         self.select(pos, q)  # for who watches: there is nothing to choose
         # All slots are attended: they fill from the left, so that those up to pos hold a token.
-        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingStore]:
@@ -359,9 +360,7 @@ class SnapKvCache(SlotCache):
         self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         self.select(pos, q)  # for who watches: all slots are attended
-        return kernels.attend(
-            q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel
-        )
+        return attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
 
 
 # -------------------------------------------------------------------------------------------- Quest
@@ -956,7 +955,7 @@ class ShadowKvCache(Cache):
         k_recent, v_recent = self.ring.vectors.chunk(2, -1)
         k_all = torch.cat((k_outliers, k_selected, k_recent), 2)
         v_all = torch.cat((v_outliers, v_selected, v_recent), 2)
-        return kernels.attend_rows(
+        return kernels.attend_plain(
             q, k_all, v_all, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
         )
 
@@ -1034,15 +1033,6 @@ def palu_step(
     return (q @ keys.mT * len(R) ** -0.5).softmax(-1) @ values, stored
 
 
-class PaluKeys(RebuiltKeys):
-    """Keys rebuilt of latents [B, Hkv, S, r] in 16 bits, each head's own."""
-
-    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
-        bias = self.bias.float()[..., None]
-        paired = [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (self.basis, bias)]
-        return [None, None, paired[0], None, paired[1]]
-
-
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE and bias: FDC's /PRC, no post-RoPE
     compression."""
@@ -1053,7 +1043,7 @@ class PaluCache(Cache):
         bias, _ = kv_bias(fitted.attention, context.config)
         n_heads, _, r = basis.shape
         latents = TokenStore(context, n_heads, context.max_seq_length, r)
-        self.keys = PaluKeys(latents, basis.to(context.device), bias.to(context.dtype))
+        self.keys = RebuiltKeys(latents, basis.to(context.device), bias.to(context.dtype))
         self.values = TokenStore(context, n_heads, context.max_seq_length, r)
 
     def latent(self, k: Tensor) -> Tensor:
@@ -1077,7 +1067,7 @@ class PaluCache(Cache):
         self.keys.latents.write_token(pos, self.latent(k))
         self.values.write_token(pos, values.unflatten(-1, (self.config.n_kv_heads, -1)))
         q = self.rope(q, pos)
-        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:
