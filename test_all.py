@@ -3934,7 +3934,12 @@ SAME_WITH_KERNELS = [
     ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, f"append {OURS}"),
     ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append attend_latents scores select"),
     # values of 24 channels in codes: no kernel attends these
-    ("sals", CODES | {"skip": "", "head_dim": 24, "rank": 0.8}, 2, f"append {OURS}"),
+    (
+        "sals",
+        CODES | {"skip": "", "head_dim": 24, "rank": 0.8},
+        2,
+        "append block_queries block_scores select",
+    ),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
     ("fdc", {"rate": 0.2, "balanced": False}, 1, "attend_ragged"),
@@ -4115,7 +4120,7 @@ REFUSED = [  # operation or form of keys, arguments and their changes, the messa
     ("scores", {"vector_scale": lambda _: randn(1, 1, 10)}, "vectors must be torch.int8"),
     (
         "scores",
-        {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]},
+        {"queries": lambda _: randn(1, 1, 4, 3), "vectors": lambda x: x[..., :3]},
         "must be whole vectors",
     ),
     ("block_scores", {"queries": lambda _: randn(1, 3, 1, 4, 8)}, "no queries for blocks"),
