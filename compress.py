@@ -296,9 +296,8 @@ def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
 class Store(nn.Module):
     """What lies in memory of H heads' tokens, in one form: of each a vector of `width` numbers.
 
-    token_bytes: bytes of one token, of all heads. kind and bits name the form to kernels.attend,
-    which gets two stores, of keys and of values, and calls `read`, `logits`, `mix` or
-    `kernel_form`."""
+    token_bytes: bytes of one token, of all heads. kind and bits name the form to `attend`, which
+    gets two stores, of keys and of values, and calls `read`, `logits`, `mix` or `kernel_form`."""
 
     kind = "plain"
     bits = 16
@@ -471,6 +470,131 @@ def ring_positions(pos: Tensor, n: int) -> Tensor:
     return pos[:, None] - (pos[:, None] - torch.arange(n, device=pos.device)) % n
 
 
+# ---- attention over two stores
+
+
+def attend(
+    q: Tensor,
+    keys,
+    values,
+    pos: Tensor,
+    index: Tensor | None = None,
+    exact: Sequence = (),
+    *,
+    scale: float,
+    kernel: bool,
+) -> Tensor:
+    """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
+    [B, Hq, DV].
+
+    keys, values: stores. index [B, Hkv or 1, G or 1, n]: the tokens that are attended, -1 for none;
+    None: all up to pos [B]. exact: no stores, or two of exact keys and values (ExactStore), whose
+    tokens are attended besides, or without an index in the place of the last. kernel: take the
+    kernel of these stores, if kernels.py has one."""
+    has_tokens = index is None or index.numel() > 0
+    if kernel and has_tokens and has_kernel(q, keys, values, index):
+        return attend_by_kernel(q, keys, values, pos, index, exact, scale)
+    return attend_by_pytorch(q, keys, values, pos, index, exact, scale)
+
+
+def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
+    """Whether kernels.py has a kernel for stores of these forms."""
+    if values.bits < 16 and q.shape[-1] % 16:  # see kernels.value_packing
+        return False
+    if keys.kind == "plain":
+        return values.kind == "plain" and values.bits == 16
+    if keys.kind == "channels":
+        return values.bits < 16 and index is None
+    return keys.kind == "latents"
+
+
+def attend_by_kernel(
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
+) -> Tensor:
+    """`attend`, by the kernel of the stores' forms."""
+    q = q.contiguous()
+    pos = pos.int()
+    exact = exact_tensors(exact)
+    v, v_scale = [*values.kernel_form(), None][:2]
+    if index is not None:
+        index = kernel_index(index, n_kv_heads=v.shape[1])
+    if keys.kind == "plain":
+        return kernels.launch_attend_plain(q, keys.vectors, v, pos, index, exact, scale)
+    if keys.kind == "channels":
+        k, k_scale = keys.kernel_form()
+        return kernels.launch_attend_channels(
+            q, k, k_scale, v, v_scale, values.bits, pos, exact, scale
+        )
+    latent, latent_scale, int4_dims = keys.latent_parts()
+    return kernels.launch_attend_latents(
+        q,
+        latent,
+        latent_scale,
+        int4_dims,
+        keys.kernel_basis.basis,
+        keys.kernel_basis.scale,
+        keys.kernel_basis.bias,
+        keys.context.rope_pairs,
+        v,
+        v_scale,
+        values.bits,
+        pos,
+        index,
+        exact,
+        scale,
+    )
+
+
+def exact_tensors(exact: Sequence) -> list[Tensor]:
+    """Exact keys and values as kernels take them, [B, slots, Hkv, D], of two ExactStores; or none
+    of none."""
+    return [store.vectors.transpose(1, 2) for store in exact]
+
+
+def kernel_index(index: Tensor, n_kv_heads: int) -> Tensor:
+    """An index [B, Hkv or 1, G or 1, n] as kernels take it: int32 [B, n], [B, Hkv, n] or
+    [B, Hq, n]."""
+    if index.shape[1] == index.shape[2] == 1:
+        return index[:, 0, 0].int()  # one set a row: rows may lie apart
+    return index.expand(-1, n_kv_heads, -1, -1).flatten(1, 2).int().contiguous()
+
+
+def attend_by_pytorch(
+    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
+) -> Tensor:
+    """`attend`, in PyTorch. All tokens of stores in codes are attended by products with the
+    codes."""
+    Hkv = values.n_heads
+    if index is not None:
+        live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
+        chosen = index.clamp(min=0).long()
+        k = keys.read(chosen).flatten(1, 2)  # [B, Hkv or Hq, n, D]
+        v = values.read(chosen).flatten(1, 2)
+        exact = exact_tensors(exact)
+        return kernels.attend_plain(q, k, v, live, pos, exact, scale=scale, kernel=False)
+
+    if not exact and keys.kind == "plain" and values.bits == 16:
+        live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
+        return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
+    # Logits of the stored tokens, [B, Hkv, G, S], and of the exact ones.
+    grouped = q.unflatten(1, (Hkv, -1))
+    logits = keys.logits(grouped).float()
+    S = logits.shape[-1]
+    n_recent = exact[0].n_recent if exact else 0
+    last = pos[:, None, None, None]
+    is_exact_or_later = torch.arange(S, device=pos.device) > last - n_recent
+    logits = logits.masked_fill(is_exact_or_later, -torch.inf)
+    if exact:  # its slots fill from the left
+        is_empty = torch.arange(n_recent, device=pos.device) > last
+        of_recent = exact[0].logits(grouped).float().masked_fill(is_empty, -torch.inf)
+        logits = torch.cat((logits, of_recent), -1)
+    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
+    out = values.mix(weights[..., :S])
+    if exact:
+        out = out + exact[1].mix(weights[..., S:])
+    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+
+
 # -------------------------------------------------------------------------------------------- dense
 
 
@@ -527,7 +651,7 @@ class DenseCache(Cache):
         self.write_token(pos, self.rope(k, pos), v)
         q = self.to_stored_basis(self.rope(q, pos))
         index = self.select(pos, q)
-        return kernels.attend(
+        return attend(
             q,
             self.keys,
             self.values,
@@ -1039,7 +1163,7 @@ class ByToken:
 
 
 class ExactStore(ByToken, RingStore):
-    """Exact K or V of sinks and recent tokens, as kernels.attend takes them beside codes."""
+    """Exact K or V of sinks and recent tokens, as `attend` takes them beside codes."""
 
 
 def exact_stores(context: CacheContext, n_sinks: int, n_recent: int) -> nn.ModuleList:
@@ -1638,15 +1762,29 @@ class PaperSalsValues(ByToken, CodedStore):
     """The paper's values."""
 
 
+class RebuiltBasis(NamedTuple):
+    """The basis [Hkv, DP, r] of rebuilt keys, its scale and the bias in units of it [Hkv, DP, 1],
+    as kernels.launch_attend_latents takes them: RoPE pairs side by side."""
+
+    basis: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """x [Hkv, D, n] with the two dims of a RoPE pair side by side."""
+    return kernels.interleave_rope(x.flatten(0, 1), len(x))
+
+
 class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read, of a store of latents in
-    codes, which all heads share. It has the methods of a store that kernels.attend calls, and no
+    """Keys RoPE(latent basis^T + bias), rebuilt where they are read, of a store of latents that all
+    heads share or each has of its own. It has the methods of a store that `attend` calls, and no
     buffers."""
 
     kind = "latents"
 
-    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor):
-        """latents [B, 1, S, r]; basis [Hkv, D, r], as quantize_basis holds it; bias [Hkv, D]."""
+    def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None):
+        """latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D], or None."""
         super().__init__()
         self.latents = latents
         self.context = latents.context
@@ -1655,16 +1793,17 @@ class RebuiltKeys(nn.Module):
         if self.context.kernel:
             self.kernel_basis = self.for_kernel(basis)
 
-    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
-        """The basis, its scale, and the bias in units of this, as the kernel takes them: the two
-        dims of a RoPE pair side by side."""
-        codes, scale = quantize_basis(basis)
-        bias = self.bias.float()[..., None] / scale
-        return [kernels.interleave_rope(x.flatten(0, 1), len(basis)) for x in (codes, scale, bias)]
+    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
+        bias = None
+        if self.bias is not None:
+            bias = interleaved(self.bias.float()[..., None])
+        return RebuiltBasis(interleaved(self.basis), None, bias)
 
     def rebuilt(self, latents: Tensor) -> Tensor:
         """Keys before RoPE [..., Hkv, n, D] of latents [..., 1 or Hkv, n, r]."""
         keys = torch.einsum("...hnr,hdr->...hnd", latents, self.basis)
+        if self.bias is None:
+            return keys
         return keys + self.bias[:, None]  # which may be in fp32
 
     def read(self, index: Tensor) -> Tensor:
@@ -1684,10 +1823,23 @@ class RebuiltKeys(nn.Module):
     def logits(self, q: Tensor) -> Tensor:
         return q @ self.read_all().mT
 
-    def kernel_form(self) -> list[Tensor | None]:
-        n_heads = len(self.basis)
-        latents = [part.expand(-1, n_heads, *part.shape[2:]) for part in self.latents.parts()]
-        return [*latents, *self.kernel_basis, self.context.rope_pairs]
+    def latent_parts(self) -> list[Tensor | None]:
+        """The latents of each head, their scale and their 4-bit dims, as the kernel takes them."""
+        parts = []
+        for part in self.latents.parts():
+            parts.append(part.expand(-1, len(self.basis), *part.shape[2:]))
+        while len(parts) < 3:
+            parts.append(None)  # latents that are no codes
+        return parts
+
+
+class CodedRebuiltKeys(RebuiltKeys):
+    """Keys rebuilt of latents in codes (MixedStore): the kernel takes the basis in int8, too."""
+
+    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
+        codes, scale = quantize_basis(basis)
+        bias = self.bias.float()[..., None] / scale
+        return RebuiltBasis(interleaved(codes), interleaved(scale), interleaved(bias))
 
 
 # ---- the caches of both variants
@@ -1729,7 +1881,7 @@ class SalsCache(Cache):
             context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits
         )
         basis = maps.up.unflatten(0, (c.n_kv_heads, -1))
-        self.keys = RebuiltKeys(self.latents, basis, maps.mean.view(c.n_kv_heads, -1))
+        self.keys = CodedRebuiltKeys(self.latents, basis, maps.mean.view(c.n_kv_heads, -1))
         n_sinks = self.budget.n_sinks if is_sparse else 0
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
@@ -1771,13 +1923,12 @@ class SalsCache(Cache):
             mean_logit = mean_logits(
                 q_rotated, self.mean_blocks.cos, self.mean_blocks.sin, self.mean
             )
-        scores = kernels.scores(
+        scores = kernels.block_scores(
             queries,
             self.latents.vectors,
             self.latents.scale,
             pos,
             self.scale,
-            "softmax",
             block=self.blocks.tokens,
             offset=mean_logit,
             run=self.mean_blocks.tokens,
@@ -1804,7 +1955,7 @@ class SalsCache(Cache):
             scores = self.score(pos, q, q_rotated, *projected[1:])
             index = self.select(pos, scores)[..., self.budget.n_sinks :]
         # Attend.
-        return kernels.attend(
+        return attend(
             q_rotated,
             self.keys,
             self.values,
@@ -1862,6 +2013,8 @@ class PaperSalsCache(Cache):
         self.values = PaperSalsValues(
             context, c.n_kv_heads, context.max_seq_length, c.head_dim, settings.bits
         )
+        basis = self.U.unflatten(0, (c.n_kv_heads, -1))
+        self.keys = RebuiltKeys(self.latents, basis, bias=None)
         n_sinks = self.budget.n_sinks if is_sparse else 0
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
@@ -1870,16 +2023,6 @@ class PaperSalsCache(Cache):
         if projected:
             return projected[0]
         return k.flatten(1) @ self.U
-
-    def rebuilt(self, latents: Tensor) -> Tensor:
-        """Keys before RoPE [..., n, Hkv, D] of latents [..., n, r]."""
-        return (latents @ self.U.mT).unflatten(-1, (self.config.n_kv_heads, -1))
-
-    def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        latents = self.latents.of_row(row, length)[:, 0]
-        keys = self.rope_from(self.rebuilt(latents), 0)
-        values = self.values.of_row(row, length)
-        return self.exact[0].overlay(row, keys), self.exact[1].overlay(row, values)
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
@@ -1912,7 +2055,6 @@ class PaperSalsCache(Cache):
         return kernels.select(scores, pos, self.budget, kernel=self.kernel)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        n_sinks, _, n_recent = self.budget
         # Write.
         q_rotated = self.rope(q, pos)
         latent = self.latent(k, *projected)
@@ -1921,26 +2063,18 @@ class PaperSalsCache(Cache):
         self.values.write_token(pos, v)
         self.exact[0].write_token(pos, k)
         self.exact[1].write_token(pos, v)
+        # Score and select. The sinks, which come first, are exact; the others' keys are rebuilt.
+        index = None
         if self.is_sparse:
-            # Score and select. The sinks, which come first, are exact; rebuild the others' keys.
             scores = self.score(pos, q, *projected[1:])
-            index = self.select(pos, scores)[..., n_sinks:]
-            live = (index >= 0)[:, 0, 0]  # [B, y]
-            index = index.clamp(min=0)
-            latents = self.latents.read(index)[:, 0, 0]  # [B, y, r]
-            keys = self.rope(self.rebuilt(latents), index[:, 0, 0])  # [B, y, Hkv, D]
-            values = self.values.read(index)[:, :, 0]  # [B, Hkv, y, D]
-        else:
-            live = self.context.positions <= pos[:, None] - n_recent  # [B, S]
-            keys = self.rope_from(self.rebuilt(self.latents.read_all()[:, 0]), 0)
-            values = self.values.read_all()
+            index = self.select(pos, scores)[..., self.budget.n_sinks :]
         # Attend.
-        return kernels.attend_rows(
+        return attend(
             q_rotated,
-            keys.transpose(1, 2),
-            values,
-            live[:, None].expand(-1, self.config.n_kv_heads, -1),
+            self.keys,
+            self.values,
             pos,
+            index,
             exact=self.exact,
             scale=self.scale,
             kernel=self.kernel,
@@ -2426,13 +2560,13 @@ class LrqkCache(Cache):
         self.fetch(slice(None), pos, index)
         # Attend the slots that this step has stamped, and the recent tokens.
         keys, values = self.hot_vectors.chunk(2, -1)
-        return kernels.attend_rows(
+        return kernels.attend_plain(
             q.flatten(1, 2),
             keys,
             values,
             self.stamp == self.step,
             pos,
-            exact=self.exact,
+            exact=exact_tensors(self.exact),
             scale=self.scale,
             kernel=self.kernel,
         )
@@ -2855,7 +2989,7 @@ class EliteCache(Cache):
         elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
         # Attend the latents; then B_v makes a head's values of their mean.
-        mixed = kernels.attend_latent(
+        mixed = kernels.attend_shared_latent(
             query,
             self.latents.vectors[:, 0],
             pos,
@@ -2909,6 +3043,9 @@ class FdcSettings:
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(
         True, "each head has its own rank; else all their mean (the paper's /AC)"
+    )
+    balanced: bool = setting(
+        True, "programs of the kernel take equal bytes; else equal tokens of heads (/KE)"
     )
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
@@ -3014,10 +3151,14 @@ class RaggedStore(Store):
     """Keys and values of heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head,
     then V' [B, S, d_v]. It takes K' and V' of a token together."""
 
-    def __init__(self, context: CacheContext, k_ranks: list[int], v_ranks: list[int]):
+    def __init__(
+        self, context: CacheContext, k_ranks: list[int], v_ranks: list[int], balanced: bool
+    ):
+        """balanced: how the kernel divides the heads, see kernels.attend_ragged."""
         super().__init__()
         self.context = context
         self.n = len(k_ranks)
+        self.balanced = balanced
         self.ranks = [*k_ranks, *v_ranks]
         numbers = sum(self.ranks)  # of a token
         self.token_bytes = numbers * context.dtype.itemsize
@@ -3036,7 +3177,7 @@ class RaggedStore(Store):
         self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
         self.table = None
         if context.kernel and math.gcd(8, *self.ranks) == 8:  # rows of 16 bytes
-            self.table = kernels.rank_table(self.ranks, context.device)
+            self.table = kernels.ragged_table(self.ranks, context.device, balanced)
 
     def views(self) -> list[Tensor]:
         """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
@@ -3082,7 +3223,7 @@ class FdcCache(Cache):
         self.v_ranks = [basis.shape[1] for basis in v_bases]
         padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
         self.R = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
-        self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks)
+        self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks, settings.balanced)
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor
@@ -3125,7 +3266,16 @@ class FdcCache(Cache):
         k = in_basis(self.rope(k, pos), self.R)
         self.vectors.write_token(pos, k, latent)
         q = in_basis(self.rope(q, pos), self.R)
-        return kernels.attend_ragged(q, self.vectors, pos, scale=self.scale)[:, None]
+        out = kernels.attend_ragged(
+            q,
+            self.vectors.packed,
+            self.vectors.ranks,
+            self.vectors.table,
+            pos,
+            scale=self.scale,
+            balanced=self.vectors.balanced,
+        )
+        return out[:, None]
 
 
 fdc_tensors = of_heads("qk.basis", "v.basis", "qk.values", "v.values", rate=(float,))

@@ -1,30 +1,36 @@
-"""The operations of a decode step, a block each: a reference in PyTorch, its Triton kernel, and a
-wrapper.
+"""The operations of a decode step, a block each: the reference in PyTorch, its Triton kernel, and
+the function that launches it.
 
-    block              wrapper        what it does
-    codes of a token   append         stores a new latent and value in codes (SALS)
-    queries of blocks  block_queries  turns a query back by each block's rotation (SALS)
-    scores             scores         scores tokens by the leading dims of vectors
-    selection          select         the sinks and the best-scored tokens
-    attention          attend         attends plain keys, latents, codes of channels
-                       attend_rows    attends plain K and V, of which some are live (LRQK)
-                       attend_logits  attends where the logits are there (H2O)
-                       attend_latent  attends latents that all heads share (EliteKV)
-                       attend_ragged  attends heads of unequal rank (FDC)
-    fetching           fetch_rows     copies rows out of host memory to slots on the GPU (LRQK)
+    block                          wrapper               what it does
+    codes of a token               append                stores a token in codes (SALS)
+    queries of blocks              block_queries         turns queries back (SALS)
+    scores                         scores                scores tokens by their leading dims
+                                   block_scores          the same for SALS
+    selection                      select                the sinks and the best-scored tokens
+    attention: plain K and V       attend_plain          a flash-decode (most methods)
+    attention: latents             attend_latents        the fused sparse-latent kernel (SALS)
+    attention: channel codes       attend_channels       KIVI
+    attention: shared latents      attend_shared_latent  EliteKV
+    attention: given logits        attend_logits         H2O
+    attention: unequal ranks       attend_ragged         the balanced adaptive-rank kernel (FDC)
+    rows out of host memory        fetch_rows            copies them to slots on the GPU (LRQK)
 
-A wrapper NAME takes `kernel`: True for the Triton kernel where it takes the shapes, False for
-PyTorch, the truth that tests hold it to: NAME_reference, for append the stores, for other ways to
-attend a few lines. attend_ragged takes the kernel where its store has a table for it. launch_NAME
-checks and launches.
+NAME_reference is the truth that tests hold a kernel to. launch_NAME checks its arguments and
+launches the kernel; it is an operator of PyTorch, which torch.compile takes as it is. NAME, where
+there is one, chooses between the two by its argument `kernel`. Methods attend through
+compress.attend, which picks the operation for the stores of a cache.
 
-To copy an operation, copy the header, which ends at the first block, and the operation's block
-(with attend_latent the block of scores, too). On a GPU, `pytest test_all.py -k kernel` holds all of
-them to their references, and `-k compile` compiles them for GPUs that are not there.
+To copy an operation, copy the header, which ends at the first block, the block, and the shared
+blocks that its first lines name. On a GPU, `pytest test_all.py -k kernel` holds all of them to
+their references, `-k kernel_NAME` one, and `-k compile` compiles them for GPUs that are not there.
+
+Kernels run on NVIDIA GPUs from compute capability 8.0 (A100) on. Their sizes of tiles were measured
+on H100 and H200; on GPUs with less shared memory (99 KB) they take smaller ones.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq /
 Hkv, D head dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read
-it on the device, so that one CUDA graph serves every length.
+it on the device, so that one CUDA graph serves every length. In a kernel, m, l and acc are the
+running maximum, sum and mix of an online softmax.
 """
 
 import functools
@@ -198,14 +204,11 @@ def _nearest(x):
 # Two formats of codes (ours), each with one scale a vector.
 #
 # Spread codes are for a vector whose numbers spread like normal ones, such as a rotated value. A
-# code of
-# `bits` bits stands for (2 code - top) scale, with top = 2**bits - 1.
+# code of `bits` bits stands for (2 code - top) scale, with top = 2**bits - 1.
 #
 # Mixed codes are for a latent, whose leading numbers matter most: int8 codes for these, and 4-bit
-# codes for
-# the trailing ones. The sixteen 4-bit levels are -60, -52, .., 60, so they lie in the range of the
-# int8
-# codes, and one scale serves both.
+# codes for the trailing ones. The sixteen 4-bit levels are -60, -52, .., 60, so they lie in the
+# range of the int8 codes, and one scale serves both.
 
 # The distance of neighbouring levels at which a uniform code of normal numbers has the least mean
 # square error, in standard deviations (J. Max, Quantizing for minimum distortion, 1960).
@@ -662,8 +665,8 @@ def block_queries(
 
     q [B, Hq, D] after RoPE is turned back by each block's rotation, cos and sin [n, D/2] fp32
     (ours: the paper scores without RoPE). Gives three tensors:
-        queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype, [B,
-                     n, Hq, r*]
+        queries      q times its KV head's rows of the basis U_r* [Hkv * D, r*], of q's dtype,
+                     [B, n, Hq, r*]
         query_scale  None
         offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32
     Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the
@@ -678,29 +681,10 @@ def block_queries(
 
 
 # ------------------------------------------------------------------------------------------- scores
-
-
-def token_logits(
-    q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None, block: int = 0
-) -> Tensor:
-    """q . vector of every token: q [B, H, N, d], with `block` [B, n, H, N, d], one for so many;
-    vectors [B, H, S, >= d]; vector_scale [B, H, S]: of vectors that are codes -> [B, H, N, S]
-    fp32."""
-    vectors = vectors[..., : q.shape[-1]]
-    if vector_scale is not None:  # sums of products with codes can exceed fp16's range
-        q, vector_scale, vectors = q * 2**-7, vector_scale * 128, vectors.to(q.dtype)
-    if block:
-        n = q.shape[1] - 1  # whole blocks, and the last one
-        # [B, n, H, block, d]
-        whole = vectors[:, :, : n * block].unflatten(2, (n, block)).transpose(1, 2)
-        # [B, H, N, n * block]
-        whole = matmul_codes(q[:, :n], whole.mT).permute(0, 2, 3, 1, 4).flatten(3)
-        logits = torch.cat(
-            (whole, matmul_codes(q[:, n], vectors[:, :, n * block :].mT)), -1
-        ).float()
-    else:
-        logits = matmul_codes(q, vectors.mT).float()
-    return logits if vector_scale is None else logits * vector_scale[:, :, None]
+# Two operations score every cached token. `scores` multiplies a head's queries with the leading
+# numbers of what is stored of each token (Loki, exact top-k, H2O and others). `block_scores` is
+# SALS's (ours): one query for each block of tokens, and a token's score is the sum over the heads
+# of its attention weights. Both need nothing but the header.
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
@@ -712,27 +696,26 @@ def group_scores(logits: Tensor, live: Tensor) -> Tensor:
     return logits.log_softmax(-1).masked_fill(dead, -torch.inf).amax(2)
 
 
+def token_logits(q: Tensor, vectors: Tensor, vector_scale: Tensor | None = None) -> Tensor:
+    """q . vector of every token: q [B, H, N, d], vectors [B, H, S, >= d], vector_scale [B, H, S] of
+    vectors that are codes, or None -> [B, H, N, S] fp32."""
+    vectors = vectors[..., : q.shape[-1]]
+    if vector_scale is None:
+        return matmul_codes(q, vectors.mT).float()
+    # Sums of products with codes can exceed fp16's range.
+    logits = matmul_codes(q * 2**-7, vectors.mT).float()
+    return logits * (vector_scale * 128)[:, :, None]
+
+
 def scores_reference(
-    q: Tensor,
-    vectors: Tensor,
-    vector_scale: Tensor | None,
-    pos: Tensor,
-    scale: float,
-    rule: str,
-    block: int = 0,
-    offset: Tensor | None = None,
-    run: int = 1,
+    q: Tensor, vectors: Tensor, vector_scale: Tensor | None, pos: Tensor, scale: float, rule: str
 ) -> Tensor:
-    """What scores says, in PyTorch, of queries [B, H, N, d] or [B, n, H, N, d]."""
-    tokens = torch.arange(vectors.shape[2], device=pos.device)
-    live = tokens <= pos[:, None]  # [B, S]
-    logits = token_logits(q, vectors, vector_scale, block)  # [B, H, N, S]
-    if offset is not None:
-        logits = logits + offset.mT[..., tokens // run].unflatten(1, logits.shape[1:3])
-    logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
-    if rule == "softmax":
-        return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
-    return logits if rule == "each" else group_scores(logits, live)
+    """What scores says, in PyTorch, of queries [B, H, N, d]."""
+    live = torch.arange(vectors.shape[2], device=pos.device) <= pos[:, None]  # [B, S]
+    logits = token_logits(q, vectors, vector_scale) * scale  # [B, H, N, S]
+    if rule == "largest":
+        return group_scores(logits, live)
+    return logits.masked_fill(~live[:, None, None], -torch.inf)
 
 
 @jit
@@ -752,231 +735,204 @@ def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
     return _split_queries(query) if SPLIT else (query, query, query)
 
 
-def scores_config(HP: int, r_score: int, itemsize: int) -> tuple:
-    """(tokens a tile, ranks a block, warps, stages, programs). HP: queries of a head, padded."""
+class ScoresConfig(NamedTuple):
+    """How a kernel that scores is launched."""
+
+    tokens: int  # of a tile
+    ranks: int  # numbers of a vector that a product takes
+    warps: int
+    stages: int  # tiles in flight
+    programs: int  # that run at a time
+
+
+def scores_config(HP: int, r_score: int, itemsize: int) -> ScoresConfig:
+    """HP: queries of a head, padded; itemsize: bytes of a stored number. Measured on an H200."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
-        RB = power2(r_score, 32)  # all ranks at once: then queries are split into int8 codes
-        return 128 if RB <= 256 else 64, RB, 4, 3 if RB < 256 else 2, 2 * SMS
-    RB = min(power2(r_score, 16), 64)
-    # if possible, at most 16 KB of vectors and of logits
-    T = max(16, min(256, 8192 // RB, 4096 // HP))
-    return (16, RB, 4, 3, 2 * SMS) if itemsize == 4 else (T, RB, 4, 3, 4 * SMS)
-
-
-@jit
-def _scores_kernel(
-    # [B, H, N, r*], or of blocks [B, blocks, H, N, r*]; with scales int8 [2, ...], high and low
-    query_p,
-    query_scale_p,  # [B, blocks, H, N] fp32, or None
-    vectors_p,  # [B, H, S, r] of the queries' dtype, or int8
-    vector_scale_p,  # [B, H, S] fp32; None: vectors are not int8
-    offset_p,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
-    pos_p,  # [B] int32
-    # softmax: exp2(logit - top) [B, H, S, NP] fp8 (e5m2) or fp32; else logits [B, H, N, S] fp32
-    kept_p,
-    tile_max_p,  # softmax: tops [B, H, tiles, NP] fp32
-    max_p,  # tops of splits [B, H, splits, NP] fp32
-    sum_p,  # sums of splits [B, H, splits, NP] fp32
-    # numbers between queries of two rows of the batch, blocks and heads, and from high to low
-    query_steps,
-    steps,  # vectors between two rows of the batch, two heads and two tokens
-    S,
-    tiles,
-    r_score: tl.constexpr,  # leading numbers of a vector that count
-    r: tl.constexpr,  # numbers of a vector
-    scale,
-    run,  # tokens of a run
-    per_block,  # tiles of a block of queries; None: one block
-    N: tl.constexpr,  # queries of a head
-    NR: tl.constexpr,  # blocks of ranks
-    T: tl.constexpr,  # tokens of a tile
-    RB: tl.constexpr,  # ranks of a block
-    RULE: tl.constexpr,
-    STAGES: tl.constexpr,  # tiles in flight
-    ONE_RUN: tl.constexpr,  # does a tile lie in one run?
-):
-    """Stores logits scale q . vector of a head's N queries. They are in log2 units, except under
-    rule each.
-
-    Rules softmax and largest also store, for each split of the tokens, its maximum (softmax: a
-    reference not far from it) and the sum of exp2(logit - maximum). Rule softmax stores exp2(logit
-    - reference) in the logits' place, and for each tile the reference, which rises where a weight
-    would leave e5m2's range."""
-    _wait_for_previous()
-    split, splits, h, H = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.num_programs(1)
-    b = tl.program_id(2).to(tl.int64)
-    length = tl.load(pos_p + b) + 1
-    NP: tl.constexpr = _padded(N, 8)
-    n, dims = tl.arange(0, NP), tl.arange(0, RB)[None, :]
-    # The tiles of this program. Dead tiles are left out where a second kernel writes the scores.
-    count = tiles if RULE == "each" else tl.cdiv(length, T)
-    share = tl.cdiv(count, splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, count)
-    query_row = b * query_steps[0] + h * query_steps[2]
-    query_mask = (n < N)[:, None] & (dims < r_score)
-    # Int8 vectors are multiplied as they are, by queries that are split, too.
-    SPLIT: tl.constexpr = (
-        vector_scale_p is not None and NR == 1 and query_p.dtype.element_ty != tl.float32
-    )
-    if NR == 1 and per_block is None:
-        query_at = query_p + query_row + n[:, None] * r_score + dims
-        query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
-    # A maximum of every T-th token, joined at the end. Softmax stores weights, and so needs one
-    # reference.
-    top = tl.full([1 if RULE == "softmax" else T, NP], -1e30, tl.float32)
-    total = tl.zeros([T, NP], tl.float32)
-    # Because the loop names its stages, loads of scales, which no product takes, are in flight,
-    # too.
-    for tile in tl.range(first, stop, num_stages=STAGES):
-        tile_row = query_row
-        if per_block is not None:
-            tile_row += tl.cast(tile // per_block, tl.int64) * query_steps[1]
-        query_at = query_p + tile_row + n[:, None] * r_score + dims
-        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live = tokens < length
-        vector = b * steps[0] + h * steps[1] + tokens * steps[2]
-        vector_scale = scale
-        if vector_scale_p is not None:
-            vector_scale = tl.load(vector_scale_p + vector, mask=live, other=0.0)[:, None] * scale
-        logits = tl.zeros([T, NP], tl.float32)
-        vector_at = vectors_p + vector[:, None] * r + dims
-        if NR == 1:
-            vector_tile = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
-            if query_scale_p is not None:
-                query = tl.load(query_at, mask=query_mask, other=0)
-                low = tl.load(query_at + query_steps[3], mask=query_mask, other=0)
-                query_scale = tl.load(
-                    query_scale_p + tile_row // r_score + n, mask=n < N, other=0.0
-                )
-            elif per_block is not None:
-                query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
-            if SPLIT:
-                coarse = tl.dot(vector_tile, tl.trans(query), out_dtype=tl.int32)
-                fine = tl.dot(vector_tile, tl.trans(low), out_dtype=tl.int32)
-                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
-            else:
-                vector_tile = vector_tile.to(query.dtype)
-                logits = tl.dot(vector_tile, tl.trans(query), logits, input_precision="ieee")
-        else:
-            for i in range(0, NR * RB, RB):
-                inside = dims + i < r_score
-                vector_tile = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
-                part = tl.load(query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
-                logits = tl.dot(
-                    vector_tile.to(part.dtype), tl.trans(part), logits, input_precision="ieee"
-                )
-        # Always true: a branch does not delay the next tile's loads. Those of a tile's queries it
-        # does.
-        if (per_block is not None and ONE_RUN) or tile < stop:
-            logits *= vector_scale
-            if offset_p is not None:
-                if ONE_RUN:
-                    offset_at = ((b * tl.cdiv(S, run) + tile * T // run) * H + h) * N + n
-                    offset = tl.load(offset_p + offset_at, mask=n < N, other=0.0)[None, :]
-                else:
-                    offset_at = ((b * tl.cdiv(S, run) + tokens // run)[:, None] * H + h) * N + n[
-                        None, :
-                    ]
-                    some = live[:, None] & (n < N)[None, :]
-                    offset = tl.load(offset_p + offset_at, mask=some, other=0.0)
-                logits += offset * scale
-            if RULE == "each" or tile * T + T > length:  # else all are live
-                logits = tl.where(live[:, None], logits, float("-inf"))
-            if RULE != "softmax":
-                at = kept_p + ((b * H + h) * N + n[None, :]) * S + tokens[:, None]
-                tl.store(at, logits, mask=(tokens < S)[:, None] & (n < N)[None, :])
-            if RULE == "largest":
-                new_top = tl.maximum(top, logits)
-                total = total * tl.exp2(top - new_top) + tl.exp2(logits - new_top)
-                top = new_top
-            if RULE == "softmax":
-                weight = tl.exp2(logits - top)
-                if tl.max(weight) > 32768:  # rarely: e5m2 has a range of 2**28 below 2**12
-                    new_top = tl.maximum(top, tl.max(logits, 0)[None, :] - 12)
-                    total *= tl.exp2(top - new_top)
-                    weight = tl.exp2(logits - new_top)
-                    top = new_top
-                total += weight
-                at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-                tl.store(at, weight.to(kept_p.dtype.element_ty), mask=live[:, None])
-                tl.store(tile_max_p + ((b * H + h) * tiles + tile) * NP + n[None, :], top)
-    if RULE != "each":
-        at = ((b * H + h) * splits + split) * NP + n
-        largest = tl.max(top, 0)
-        tl.store(max_p + at, largest)
-        tl.store(sum_p + at, tl.sum(total * tl.exp2(top - largest[None, :]), 0))
-
-
-@jit
-def _reduce_scores_kernel(
-    kept_p,  # of _scores_kernel: softmax [B, H, S, NP], largest [B, H, N, S]
-    tile_max_p,  # [B, H, tiles, NP]
-    max_p,  # [B, H, splits, NP]
-    sum_p,  # [B, H, splits, NP]
-    pos_p,  # [B] int32
-    out_p,  # [B, H, S] fp32
-    S,
-    splits,
-    N: tl.constexpr,  # queries of a head
-    T: tl.constexpr,  # tokens of a tile
-    SP: tl.constexpr,  # splits, padded
-    RULE: tl.constexpr,
-):
-    """Stores scores from the softmax of each query's logits over the tokens. Rule softmax sums it
-    over the queries, rule largest takes the largest of its logarithms. Beyond pos scores are
-    -inf."""
-    _wait_for_previous()
-    _let_next_begin()
-    h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    length, tiles = tl.load(pos_p + b) + 1, tl.cdiv(S, T)
-    NP: tl.constexpr = _padded(N, 8)
-    n, split = tl.arange(0, NP if RULE == "softmax" else _padded(N)), tl.arange(0, SP)
-    at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
-    tops = tl.load(max_p + at, mask=(split < splits)[:, None], other=float("-inf"))
-    totals = tl.load(sum_p + at, mask=(split < splits)[:, None], other=0.0)
-    top = tl.maximum(tl.max(tops, 0), -1e30)
-    total = tl.sum(totals * tl.exp2(tops - top[None, :]), 0)
-    # Softmax's weights are not loaded ahead: from shared memory a thread would get only a few bytes
-    # at once.
-    STAGES: tl.constexpr = 1 if RULE == "softmax" else 3
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        tokens = (tile * T + tl.arange(0, T)).to(tl.int64)
-        live, some = tokens < length, (n < N) & (n * 0 + tile * T < length)
-        if RULE == "softmax":
-            tile_max_at = tile_max_p + ((b * H + h) * tiles + tile) * NP + n
-            tile_top = tl.load(tile_max_at, mask=some, other=float("-inf"))
-            factor = tl.exp2(tile_top - top) / total
-            kept_at = kept_p + ((b * H + h) * S + tokens[:, None]) * NP + n[None, :]
-            kept = tl.load(kept_at, mask=live[:, None], other=0.0)
-            score = tl.sum(kept.to(tl.float32) * tl.where(some, factor, 0.0)[None, :], 1)
-        else:
-            kept_at = kept_p + ((b * H + h) * N + n[:, None]) * S + tokens[None, :]
-            # Wide loads need a mask that is known to be equal for many tokens. `live` is not.
-            kept = tl.load(kept_at, mask=some[:, None] & (tokens < S)[None, :], other=float("-inf"))
-            score = tl.max(kept - (top + tl.log2(tl.maximum(total, 1e-37)))[:, None], 0)
-            score *= 0.6931471805599453  # ln 2
-        tl.store(
-            out_p + (b * H + h) * S + tokens, tl.where(live, score, float("-inf")), mask=tokens < S
-        )
+        # One product takes all ranks, so that queries can be split into int8 codes. Wider vectors
+        # take fewer tokens a tile, and two tiles in flight, to fit into shared memory.
+        ranks = power2(r_score, 32)
+        tokens = 128 if ranks <= 256 else 64
+        stages = 3 if ranks < 256 else 2
+        return ScoresConfig(tokens, ranks, warps=4, stages=stages, programs=2 * SMS)
+    ranks = min(power2(r_score, 16), 64)
+    if itemsize == 4:
+        return ScoresConfig(16, ranks, warps=4, stages=3, programs=2 * SMS)
+    # At most 16 KB of vectors, and of logits, if that leaves 16 tokens.
+    tokens = max(16, min(256, 8192 // ranks, 4096 // HP))
+    return ScoresConfig(tokens, ranks, warps=4, stages=3, programs=4 * SMS)
 
 
 @functools.lru_cache
 def tiles_a_program(tiles: int, rows: int, programs: int) -> int:
     """How many of a row's tiles a program takes, if so many programs run at a time: each wave of
     them lasts as long as its tiles, and one more to begin."""
-    return min(range(1, tiles + 1), key=lambda n: cdiv(cdiv(tiles, n) * rows, programs) * (n + 1))
+
+    def time_of(n):
+        waves = cdiv(cdiv(tiles, n) * rows, programs)
+        return waves * (n + 1)
+
+    return min(range(1, tiles + 1), key=time_of)
 
 
-@operator(
-    lambda queries, vectors, vector_scale, pos, scale, rule, *_, **more: vectors.new_empty(
-        (
-            len(vectors),
-            vectors.shape[1] * (queries.shape[-2] if rule == "each" else 1),
-            vectors.shape[2],
-        ),
-        dtype=torch.float32,
+# ---- logits of each query, or a head's largest weight
+
+
+@jit
+def _scores_kernel(
+    query_ptr,  # [B, H, N, r*]
+    vectors_ptr,  # [B, H, S, r] of the queries' dtype, or int8
+    vector_scale_ptr,  # [B, H, S] fp32; None: vectors are not int8
+    pos_ptr,  # [B] int32
+    logits_ptr,  # [B, H, N, S] fp32
+    m_ptr,  # [B, H, splits, NP] fp32: the largest logit of a split; None under rule each
+    l_ptr,  # [B, H, splits, NP] fp32: its sum of exp2(logit - m)
+    strides,  # vectors between two rows of the batch, two heads and two tokens
+    S,
+    tiles,
+    r_score: tl.constexpr,  # leading numbers of a vector that count
+    r: tl.constexpr,  # numbers of a vector
+    scale,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    RB: tl.constexpr,  # ranks of a product
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """Stores logits scale q . vector of a head's N queries, and under rule largest (then in log2
+    units) what its softmax needs of each split of the tokens. A program takes one split."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    H = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_ptr + b) + 1
+    LARGEST: tl.constexpr = m_ptr is not None
+    NR: tl.constexpr = (r_score + RB - 1) // RB  # products of a vector
+    NP: tl.constexpr = _padded(N, 8)
+    # Int8 vectors are multiplied as they are, by queries that are split into int8, too.
+    SPLIT: tl.constexpr = (
+        vector_scale_ptr is not None and NR == 1 and query_ptr.dtype.element_ty != tl.float32
     )
-)
+    n = tl.arange(0, NP)
+    dims = tl.arange(0, RB)[None, :]
+
+    # 1. The tiles of this split. Dead ones are left out where a second kernel writes the scores.
+    count = tl.cdiv(length, T) if LARGEST else tiles
+    share = tl.cdiv(count, splits)
+    first = split * share
+    stop = tl.minimum(first + share, count)
+
+    # 2. The queries, if one product takes all ranks.
+    query_at = query_ptr + (b * H + h) * N * r_score + n[:, None] * r_score + dims
+    if NR == 1:
+        query_mask = (n < N)[:, None] & (dims < r_score)
+        query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
+
+    # 3. Tile after tile. A maximum is kept of every T-th token, and joined at the end.
+    m = tl.full([T, NP], -1e30, tl.float32)
+    l = tl.zeros([T, NP], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = token < length
+        vector = b * strides[0] + h * strides[1] + token * strides[2]
+        vector_scale = scale
+        if vector_scale_ptr is not None:
+            stored_scale = tl.load(vector_scale_ptr + vector, mask=live, other=0.0)
+            vector_scale = stored_scale[:, None] * scale
+        vector_at = vectors_ptr + vector[:, None] * r + dims
+        logits = tl.zeros([T, NP], tl.float32)
+        if NR == 1:
+            x = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if SPLIT:
+                coarse = tl.dot(x, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(x, tl.trans(low), out_dtype=tl.int32)
+                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
+            else:
+                x = x.to(query.dtype)
+                logits = tl.dot(x, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                x = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                x = x.to(part.dtype)
+                logits = tl.dot(x, tl.trans(part), logits, input_precision="ieee")
+        # Always true. The compiler does not delay the next tile's loads for what is in a branch.
+        if tile < stop:
+            logits *= vector_scale
+            logits = tl.where(live[:, None], logits, float("-inf"))
+            at = logits_ptr + ((b * H + h) * N + n[None, :]) * S + token[:, None]
+            tl.store(at, logits, mask=(token < S)[:, None] & (n < N)[None, :])
+            if LARGEST:
+                m_new = tl.maximum(m, logits)
+                l = l * tl.exp2(m - m_new) + tl.exp2(logits - m_new)
+                m = m_new
+    if LARGEST:
+        at = ((b * H + h) * splits + split) * NP + n
+        largest = tl.max(m, 0)
+        tl.store(m_ptr + at, largest)
+        tl.store(l_ptr + at, tl.sum(l * tl.exp2(m - largest[None, :]), 0))
+
+
+@jit
+def _largest_kernel(
+    logits_ptr,  # of _scores_kernel [B, H, N, S] fp32, log2 units
+    m_ptr,  # [B, H, splits, NP] fp32
+    l_ptr,  # [B, H, splits, NP] fp32
+    pos_ptr,  # [B] int32
+    out_ptr,  # [B, H, S] fp32
+    S,
+    splits,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    SP: tl.constexpr,  # splits, padded
+):
+    """out = the largest of log softmax(logits) over a head's queries, -inf beyond pos."""
+    _wait_for_previous()
+    _let_next_begin()
+    h = tl.program_id(1)
+    H = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_ptr + b) + 1
+    NP: tl.constexpr = _padded(N, 8)
+    n = tl.arange(0, _padded(N))
+    split = tl.arange(0, SP)
+    # 1. The normaliser of each query, from all splits.
+    at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
+    m_of_split = tl.load(m_ptr + at, mask=(split < splits)[:, None], other=float("-inf"))
+    l_of_split = tl.load(l_ptr + at, mask=(split < splits)[:, None], other=0.0)
+    m = tl.maximum(tl.max(m_of_split, 0), -1e30)
+    l = tl.sum(l_of_split * tl.exp2(m_of_split - m[None, :]), 0)
+    normaliser = m + tl.log2(tl.maximum(l, 1e-37))
+    # 2. The scores.
+    for tile in tl.range(tl.program_id(0), tl.cdiv(S, T), tl.num_programs(0), num_stages=3):
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        # Wide loads need a mask that is known to be equal for many tokens, which `live` is not.
+        some = (n < N) & (n * 0 + tile * T < length)
+        logits_at = logits_ptr + ((b * H + h) * N + n[:, None]) * S + token[None, :]
+        mask = some[:, None] & (token < S)[None, :]
+        logits = tl.load(logits_at, mask=mask, other=float("-inf"))
+        score = tl.max(logits - normaliser[:, None], 0) * 0.6931471805599453  # ln 2
+        score = tl.where(token < length, score, float("-inf"))
+        tl.store(out_ptr + (b * H + h) * S + token, score, mask=token < S)
+
+
+def empty_scores(
+    queries: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    rule: str,
+) -> Tensor:
+    """An empty tensor of the shape that launch_scores gives."""
+    B, H, S, _ = vectors.shape
+    if rule == "each":
+        return vectors.new_empty((B, H, queries.shape[2], S), dtype=torch.float32)
+    return vectors.new_empty((B, H, S), dtype=torch.float32)
+
+
+@operator(empty_scores)
 def launch_scores(
     queries: Tensor,
     vectors: Tensor,
@@ -984,100 +940,82 @@ def launch_scores(
     pos: Tensor,
     scale: float,
     rule: str,
-    block: int = 0,
-    offset: Tensor | None = None,
-    run: int = 1,
-    query_scale: Tensor | None = None,
 ) -> Tensor:
-    """Each vector is read once. queries are [B, H, N, r*] or [B, n, H, N, r*], in codes
-    [2, B, n, H, N, r*], and block is a multiple of 16. vectors [B, H, S, r] are a view
-    (check_store). Rule each gives [B, H * N, S]."""
-    *_, H, N, r_score = queries.shape
-    (B, _, S, r), coded = vectors.shape, query_scale is not None
-    first = queries[0] if coded else queries
-    blocks, fits = tuple(first.shape[1:-3]), len(first) == B and r_score <= r
-    need(fits, f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}")
-    need(rule in ("each", "softmax", "largest"), f"no rule {rule}")
+    """scores, of queries [B, H, N, r*]. Each vector [B, H, S, r], a view (check_store), is read
+    once."""
+    B, H, S, r = vectors.shape
+    N, r_score = queries.shape[2:]
     need(
-        blocks == ((cdiv(S, block),) if block else ()),
-        f"no queries for blocks of {block} of {S} tokens",
+        len(queries) == B and r_score <= r,
+        f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}",
     )
-    # else a tile would lie in two blocks
-    need(block % 16 == 0, f"block is {block}, not a multiple of 16")
-    dtype = queries.dtype if vector_scale is None else torch.int8
-    stored = {"vectors": (vectors, dtype, r), "scale of vectors": (vector_scale, torch.float32)}
-    steps = check_store(B, H, S, **stored)
-    given = {"queries": (first[0], torch.int8 if coded else queries.dtype, *blocks, H, N, r_score)}
-    given["scale of queries"] = (query_scale, torch.float32, B, *blocks, H * N)
-    given["offset"] = (offset, torch.float32, B, cdiv(S, run), H * N)
-    check(pos=(pos, torch.int32, B), **given)
-    query_steps = (first.stride(0), H * N * r_score, N * r_score, queries.stride(0))
-    rule = "each" if rule == "largest" and N == 1 else rule  # it ranks tokens alike
-    NP, soft = power2(N, 8), rule == "softmax"
-    T, RB, warps, stages, programs = scores_config(
-        NP, r_score, tile_itemsize(queries.dtype, vectors)
+    need(rule in ("each", "largest"), f"no rule {rule}")
+    check(
+        pos=(pos, torch.int32, B),
+        queries=(queries, queries.dtype, B, H, N, r_score),
     )
-    need(
-        not coded or RB >= r_score and dtype == torch.int8,
-        "queries in codes do not fit the vectors",
-    )
-    if block:
-        T = min(T, block & -block)  # a power of two that divides it
-    tiles = cdiv(S, T)
-    splits = cdiv(tiles, tiles_a_program(tiles, B * H, programs))
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=vectors.device)
-    # which rounds to e5m2 wrong
-    exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret
-    kept_dtype = torch.float32 if exact else torch.float8_e5m2
-    kept = empty(B, H, S, NP, dtype=kept_dtype) if soft else empty(B, H * N, S)
-    tile_max = empty(B, H, tiles if soft else 0, NP)
-    sums = (tile_max, *empty(2, B, H, splits if rule != "each" else 0, NP))
-    _scores_kernel[splits, H, B](
-        queries,
-        query_scale,
-        vectors,
-        vector_scale,
-        offset,
-        pos,
-        kept,
-        *sums,
-        query_steps,
-        steps,
+    strides = check_store(
+        B,
+        H,
         S,
-        tiles,
-        r_score,
-        r,
-        scale * (1 if rule == "each" else LOG2E),
-        run,
-        block // T if block else None,
-        N,
-        cdiv(r_score, RB),
-        T,
-        RB,
-        rule,
-        stages,
-        run % T == 0,
-        num_warps=warps,
-        num_stages=stages,
+        **{
+            "vectors": (vectors, queries.dtype if vector_scale is None else torch.int8, r),
+            "scale of vectors": (vector_scale, torch.float32),
+        },
+    )
+    is_largest = rule == "largest" and N > 1  # else the logits rank tokens alike
+    NP = power2(N, 8)
+    config = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
+    T = config.tokens
+    tiles = cdiv(S, T)
+    splits = cdiv(tiles, tiles_a_program(tiles, B * H, config.programs))
+    logits = torch.empty(B, H, N, S, dtype=torch.float32, device=vectors.device)
+    m = l = None
+    if is_largest:
+        m = torch.empty(B, H, splits, NP, dtype=torch.float32, device=vectors.device)
+        l = torch.empty(B, H, splits, NP, dtype=torch.float32, device=vectors.device)
+    _scores_kernel[splits, H, B](
+        query_ptr=queries,
+        vectors_ptr=vectors,
+        vector_scale_ptr=vector_scale,
+        pos_ptr=pos,
+        logits_ptr=logits,
+        m_ptr=m,
+        l_ptr=l,
+        strides=strides,
+        S=S,
+        tiles=tiles,
+        r_score=r_score,
+        r=r,
+        scale=scale * LOG2E if is_largest else scale,
+        N=N,
+        T=T,
+        RB=config.ranks,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
         **overlapped(vectors.device),
     )
     if rule == "each":
-        return kept
-    out, T = empty(B, H, S), T if soft else 512
-    # which hold the sums of all splits
-    warps = max(2, min(4, power2(splits) * NP // 1024)) if soft else 4
-    _reduce_scores_kernel[min(cdiv(S, max(T, 256)), max(4, 16 * SMS // (B * H))), H, B](
-        kept,
-        *sums,
-        pos,
-        out,
-        S,
-        splits,
-        N,
-        T,
-        power2(splits),
-        rule,
-        num_warps=warps,
+        return logits
+    if not is_largest:
+        return logits.view(B, H, S)
+    out = torch.empty(B, H, S, dtype=torch.float32, device=vectors.device)
+    T = 512  # whole lines of memory for each query
+    # Enough programs to fill the chip 16 times, and four a row at least.
+    programs = min(cdiv(S, T), max(4, 16 * SMS // (B * H)))
+    _largest_kernel[programs, H, B](
+        logits_ptr=logits,
+        m_ptr=m,
+        l_ptr=l,
+        pos_ptr=pos,
+        out_ptr=out,
+        S=S,
+        splits=splits,
+        N=N,
+        T=T,
+        SP=power2(splits),
+        num_warps=4,
         **overlapped(vectors.device),
     )
     return out
@@ -1090,39 +1028,393 @@ def scores(
     pos: Tensor,
     scale: float,
     rule: str,
-    block: int = 0,
+    *,
+    kernel: bool,
+) -> Tensor:
+    """Scores the tokens up to pos by the leading d numbers of what is stored of each.
+
+    q [B, Hq, d]; vectors [B, H, S, >= d] of any float dtype, or int8 codes with vector_scale
+    [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits are q . vector * scale. rule:
+        each     every query's logit -> [B, H, N, S]
+        largest  the largest attention weight of a head's queries, as a logarithm -> [B, H, S]
+    fp32, -inf beyond pos."""
+    dtype = vectors.dtype if vector_scale is None else q.dtype
+    queries = q.unflatten(1, (vectors.shape[1], -1)).to(dtype)
+    if not kernel:
+        return scores_reference(queries, vectors, vector_scale, pos, scale, rule)
+    return launch_scores(queries.contiguous(), vectors, vector_scale, pos.int(), scale, rule)
+
+
+# ---- SALS's scores: a query for each block of tokens
+
+
+def block_scores_reference(
+    queries: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    block: int,
+    offset: Tensor | None = None,
+    run: int = 1,
+) -> Tensor:
+    """What block_scores says, in PyTorch, of queries [B, n, H, N, r*]."""
+    H, N, r_score = queries.shape[2:]
+    S = vectors.shape[2]
+    tokens = torch.arange(S, device=pos.device)
+    live = tokens <= pos[:, None]  # [B, S]
+    vectors = vectors[..., :r_score]
+    if vector_scale is not None:
+        # Sums of products with codes can exceed fp16's range.
+        queries = queries * 2**-7
+        vectors = vectors.to(queries.dtype)
+        vector_scale = vector_scale * 128
+    logits = []  # of each block, [B, H, N, block]
+    for i in range(queries.shape[1]):
+        of_block = vectors[:, :, i * block : (i + 1) * block]
+        logits.append(matmul_codes(queries[:, i], of_block.mT).float())
+    logits = torch.cat(logits, -1)  # [B, H, N, S]
+    if vector_scale is not None:
+        logits = logits * vector_scale[:, :, None]
+    if offset is not None:
+        of_token = offset.mT[..., tokens // run]  # [B, H * N, S]
+        logits = logits + of_token.unflatten(1, (H, N))
+    logits = (logits * scale).masked_fill(~live[:, None, None], -torch.inf)
+    return logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
+
+
+@jit
+def _block_scores_kernel(
+    query_ptr,  # [B, n, H, N, r*]; with scales int8 [2, ...], high and low (_split_queries)
+    query_scale_ptr,  # [B, n, H, N] fp32, or None
+    vectors_ptr,  # [B, H, S, r] of the queries' dtype, or int8
+    vector_scale_ptr,  # [B, H, S] fp32; None: vectors are not int8
+    offset_ptr,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
+    pos_ptr,  # [B] int32
+    weight_ptr,  # exp2(logit - m of its tile) [B, H, S, NP], fp8 (e5m2) or fp32
+    tile_m_ptr,  # [B, H, tiles, NP] fp32: m as it was when a tile was stored
+    m_ptr,  # [B, H, splits, NP] fp32
+    l_ptr,  # [B, H, splits, NP] fp32: the sums of exp2(logit - m) of splits
+    query_strides,  # numbers between queries of two rows, blocks and heads, and from high to low
+    strides,  # vectors between two rows of the batch, two heads and two tokens
+    S,
+    tiles,
+    r_score: tl.constexpr,  # leading numbers of a vector that count
+    r: tl.constexpr,  # numbers of a vector
+    scale,  # with log2(e)
+    run,  # tokens of a run
+    tiles_a_block,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    RB: tl.constexpr,  # ranks of a product
+    STAGES: tl.constexpr,  # tiles in flight
+    ONE_RUN: tl.constexpr,  # does a tile lie in one run?
+):
+    """Stores the weights of a head's N queries, without their normalisers: relative to m, a
+    reference that is not far from the largest logit so far. It rises where a weight would leave
+    e5m2's range, so each tile has its own. A program takes one split of the tokens."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    H = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_ptr + b) + 1
+    NR: tl.constexpr = (r_score + RB - 1) // RB  # products of a vector
+    NP: tl.constexpr = _padded(N, 8)
+    # Int8 vectors are multiplied as they are, by queries that are split into int8, too.
+    SPLIT: tl.constexpr = (
+        vector_scale_ptr is not None and NR == 1 and query_ptr.dtype.element_ty != tl.float32
+    )
+    n = tl.arange(0, NP)
+    dims = tl.arange(0, RB)[None, :]
+    query_mask = (n < N)[:, None] & (dims < r_score)
+
+    # 1. The tiles of this split.
+    count = tl.cdiv(length, T)
+    share = tl.cdiv(count, splits)
+    first = split * share
+    stop = tl.minimum(first + share, count)
+
+    # 2. Tile after tile.
+    m = tl.full([1, NP], -1e30, tl.float32)
+    l = tl.zeros([T, NP], tl.float32)
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        block = tl.cast(tile // tiles_a_block, tl.int64)
+        query_row = b * query_strides[0] + block * query_strides[1] + h * query_strides[2]
+        query_at = query_ptr + query_row + n[:, None] * r_score + dims
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = token < length
+        vector = b * strides[0] + h * strides[1] + token * strides[2]
+        vector_scale = scale
+        if vector_scale_ptr is not None:
+            stored_scale = tl.load(vector_scale_ptr + vector, mask=live, other=0.0)
+            vector_scale = stored_scale[:, None] * scale
+        vector_at = vectors_ptr + vector[:, None] * r + dims
+        logits = tl.zeros([T, NP], tl.float32)
+        if NR == 1:
+            x = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
+            if query_scale_ptr is not None:
+                query = tl.load(query_at, mask=query_mask, other=0)
+                low = tl.load(query_at + query_strides[3], mask=query_mask, other=0)
+                scale_at = query_scale_ptr + query_row // r_score + n
+                query_scale = tl.load(scale_at, mask=n < N, other=0.0)
+            else:
+                query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
+            if SPLIT:
+                coarse = tl.dot(x, tl.trans(query), out_dtype=tl.int32)
+                fine = tl.dot(x, tl.trans(low), out_dtype=tl.int32)
+                logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
+            else:
+                x = x.to(query.dtype)
+                logits = tl.dot(x, tl.trans(query), logits, input_precision="ieee")
+        else:
+            for i in range(0, NR * RB, RB):
+                inside = dims + i < r_score
+                x = tl.load(vector_at + i, mask=live[:, None] & inside, other=0.0)
+                part = tl.load(query_at + i, mask=(n < N)[:, None] & inside, other=0.0)
+                x = x.to(part.dtype)
+                logits = tl.dot(x, tl.trans(part), logits, input_precision="ieee")
+        # Always true where a tile lies in one run: no branch then. Else a branch, always taken, so
+        # that the next tile's loads do not wait for what is in it.
+        if ONE_RUN or tile < stop:
+            logits *= vector_scale
+            if offset_ptr is not None:
+                runs = tl.cdiv(S, run)
+                if ONE_RUN:
+                    offset_at = ((b * runs + tile * T // run) * H + h) * N + n
+                    offset = tl.load(offset_ptr + offset_at, mask=n < N, other=0.0)[None, :]
+                else:
+                    offset_row = ((b * runs + token // run)[:, None] * H + h) * N
+                    mask = live[:, None] & (n < N)[None, :]
+                    offset = tl.load(offset_ptr + offset_row + n[None, :], mask=mask, other=0.0)
+                logits += offset * scale
+            if tile * T + T > length:  # else all are live
+                logits = tl.where(live[:, None], logits, float("-inf"))
+            weight = tl.exp2(logits - m)
+            if tl.max(weight) > 32768:  # rarely: e5m2 has a range of 2**28 below 2**12
+                m_new = tl.maximum(m, tl.max(logits, 0)[None, :] - 12)
+                l *= tl.exp2(m - m_new)
+                weight = tl.exp2(logits - m_new)
+                m = m_new
+            l += weight
+            at = weight_ptr + ((b * H + h) * S + token[:, None]) * NP + n[None, :]
+            tl.store(at, weight.to(weight_ptr.dtype.element_ty), mask=live[:, None])
+            tl.store(tile_m_ptr + ((b * H + h) * tiles + tile) * NP + n[None, :], m)
+    at = ((b * H + h) * splits + split) * NP + n
+    tl.store(m_ptr + at, tl.max(m, 0))
+    tl.store(l_ptr + at, tl.sum(l, 0))
+
+
+@jit
+def _sum_weights_kernel(
+    weight_ptr,  # of _block_scores_kernel [B, H, S, NP]
+    tile_m_ptr,  # [B, H, tiles, NP] fp32
+    m_ptr,  # [B, H, splits, NP] fp32
+    l_ptr,  # [B, H, splits, NP] fp32
+    pos_ptr,  # [B] int32
+    out_ptr,  # [B, H, S] fp32
+    S,
+    splits,
+    N: tl.constexpr,  # queries of a head
+    T: tl.constexpr,  # tokens of a tile
+    SP: tl.constexpr,  # splits, padded
+):
+    """out = the sum over a head's queries of a token's normalised weights, -inf beyond pos."""
+    _wait_for_previous()
+    _let_next_begin()
+    h = tl.program_id(1)
+    H = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    length = tl.load(pos_ptr + b) + 1
+    tiles = tl.cdiv(S, T)
+    NP: tl.constexpr = _padded(N, 8)
+    n = tl.arange(0, NP)
+    split = tl.arange(0, SP)
+    # 1. The normaliser of each query, from all splits.
+    at = ((b * H + h) * splits + split[:, None]) * NP + n[None, :]
+    m_of_split = tl.load(m_ptr + at, mask=(split < splits)[:, None], other=float("-inf"))
+    l_of_split = tl.load(l_ptr + at, mask=(split < splits)[:, None], other=0.0)
+    m = tl.maximum(tl.max(m_of_split, 0), -1e30)
+    l = tl.sum(l_of_split * tl.exp2(m_of_split - m[None, :]), 0)
+    # 2. The sums. Weights are not loaded ahead (one stage): from shared memory a thread would get
+    # only a few bytes at once.
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = token < length
+        some = (n < N) & (n * 0 + tile * T < length)
+        tile_m_at = tile_m_ptr + ((b * H + h) * tiles + tile) * NP + n
+        tile_m = tl.load(tile_m_at, mask=some, other=float("-inf"))
+        factor = tl.where(some, tl.exp2(tile_m - m) / l, 0.0)
+        weight_at = weight_ptr + ((b * H + h) * S + token[:, None]) * NP + n[None, :]
+        weight = tl.load(weight_at, mask=live[:, None], other=0.0)
+        score = tl.sum(weight.to(tl.float32) * factor[None, :], 1)
+        score = tl.where(live, score, float("-inf"))
+        tl.store(out_ptr + (b * H + h) * S + token, score, mask=token < S)
+
+
+def empty_block_scores(queries: Tensor, vectors: Tensor, *_: object, **more: object) -> Tensor:
+    """An empty tensor of the shape that launch_block_scores gives."""
+    return vectors.new_empty(vectors.shape[:3], dtype=torch.float32)
+
+
+@operator(empty_block_scores)
+def launch_block_scores(
+    queries: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    block: int,
+    offset: Tensor | None = None,
+    run: int = 1,
+    query_scale: Tensor | None = None,
+) -> Tensor:
+    """block_scores, of queries [B, n, H, N, r*], or codes [2, B, n, H, N, r*] with query_scale.
+    vectors [B, H, S, r] are a view (check_store). block is a multiple of 16: else a tile would lie
+    in two blocks."""
+    coded = query_scale is not None
+    first = queries[0] if coded else queries
+    B, H, S, r = vectors.shape
+    n, _, N, r_score = first.shape[1:]
+    need(
+        len(first) == B and r_score <= r,
+        f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}",
+    )
+    need(block > 0 and block % 16 == 0, f"block is {block}, not a multiple of 16")
+    need(n == cdiv(S, block), f"no queries for blocks of {block} of {S} tokens")
+    vector_dtype = queries.dtype if vector_scale is None else torch.int8
+    query_dtype = torch.int8 if coded else queries.dtype
+    strides = check_store(
+        B,
+        H,
+        S,
+        **{
+            "vectors": (vectors, vector_dtype, r),
+            "scale of vectors": (vector_scale, torch.float32),
+        },
+    )
+    check(
+        pos=(pos, torch.int32, B),
+        **{
+            "queries": (first[0], query_dtype, n, H, N, r_score),
+            "scale of queries": (query_scale, torch.float32, B, n, H * N),
+            "offset": (offset, torch.float32, B, cdiv(S, run), H * N),
+        },
+    )
+    NP = power2(N, 8)
+    config = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
+    need(
+        not coded or (config.ranks >= r_score and vector_dtype == torch.int8),
+        "queries in codes do not fit the vectors",
+    )
+    T = min(config.tokens, block & -block)  # a power of two that divides the block
+    tiles = cdiv(S, T)
+    splits = cdiv(tiles, tiles_a_program(tiles, B * H, config.programs))
+    # The interpreter rounds to e5m2 wrong.
+    is_exact = queries.dtype == torch.float32 or triton.knobs.runtime.interpret
+    weight_dtype = torch.float32 if is_exact else torch.float8_e5m2
+    device = vectors.device
+    weight = torch.empty(B, H, S, NP, dtype=weight_dtype, device=device)
+    tile_m = torch.empty(B, H, tiles, NP, dtype=torch.float32, device=device)
+    m = torch.empty(B, H, splits, NP, dtype=torch.float32, device=device)
+    l = torch.empty(B, H, splits, NP, dtype=torch.float32, device=device)
+    out = torch.empty(B, H, S, dtype=torch.float32, device=device)
+    _block_scores_kernel[splits, H, B](
+        query_ptr=queries,
+        query_scale_ptr=query_scale,
+        vectors_ptr=vectors,
+        vector_scale_ptr=vector_scale,
+        offset_ptr=offset,
+        pos_ptr=pos,
+        weight_ptr=weight,
+        tile_m_ptr=tile_m,
+        m_ptr=m,
+        l_ptr=l,
+        query_strides=(first.stride(0), H * N * r_score, N * r_score, queries.stride(0)),
+        strides=strides,
+        S=S,
+        tiles=tiles,
+        r_score=r_score,
+        r=r,
+        scale=scale * LOG2E,
+        run=run,
+        tiles_a_block=block // T,
+        N=N,
+        T=T,
+        RB=config.ranks,
+        STAGES=config.stages,
+        ONE_RUN=run % T == 0,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **overlapped(device),
+    )
+    # Enough programs to fill the chip 16 times, and four a row at least; enough warps for the sums
+    # of all splits.
+    programs = min(cdiv(S, max(T, 256)), max(4, 16 * SMS // (B * H)))
+    _sum_weights_kernel[programs, H, B](
+        weight_ptr=weight,
+        tile_m_ptr=tile_m,
+        m_ptr=m,
+        l_ptr=l,
+        pos_ptr=pos,
+        out_ptr=out,
+        S=S,
+        splits=splits,
+        N=N,
+        T=T,
+        SP=power2(splits),
+        num_warps=max(2, min(4, power2(splits) * NP // 1024)),
+        **overlapped(device),
+    )
+    return out
+
+
+def block_scores(
+    queries: Tensor,
+    vectors: Tensor,
+    vector_scale: Tensor | None,
+    pos: Tensor,
+    scale: float,
+    block: int,
     offset: Tensor | None = None,
     run: int = 1,
     query_scale: Tensor | None = None,
     *,
     kernel: bool,
 ) -> Tensor:
-    """Scores the tokens up to pos by the leading d numbers of what is stored of each.
+    """A token's score is the sum over a head's queries of their attention weights (ours), where
+    each block of `block` tokens has its own query.
 
-    q [B, Hq, d], or [B, n, Hq, d]: one for each of n blocks of `block` tokens, perhaps in codes
-    with query_scale (block_queries). vectors [B, H, S, >= d] of any float dtype, or int8 codes with
-    vector_scale [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits are (q . vector +
-    offset) * scale; offset [B, n, Hq] fp32, or None, one for each of n runs of `run` tokens. rule:
-        each     every query's logit -> [B, H, N, S]
-        softmax  the sum over a head's queries of their attention weights, each of which a kernel
-                 keeps in
-                 fp8 (e5m2) unless q is fp32 -> [B, H, S]
-        largest  the largest of these weights, as a logarithm -> [B, H, S]
-    fp32, -inf beyond pos."""
-    q = q.unflatten(-2, (vectors.shape[1], -1)).to(
-        vectors.dtype if vector_scale is None else q.dtype
-    )
+    queries [B, n, Hq, r*] of n blocks, perhaps in codes with query_scale (block_queries). vectors
+    [B, H, S, >= r*] of the queries' dtype, or int8 codes with vector_scale [B, H, S] fp32: a head
+    of them serves N = Hq / H queries. Logits are (q . vector + offset) * scale; offset [B, runs,
+    Hq] fp32, or None, one for each run of `run` tokens -> [B, H, S] fp32, -inf beyond pos. The
+    kernel keeps weights in fp8 (e5m2) unless queries are fp32."""
+    queries = queries.unflatten(-2, (vectors.shape[1], -1))
+    if vector_scale is None:
+        queries = queries.to(vectors.dtype)
     if not (kernel and block % 16 == 0):
-        return scores_reference(q, vectors, vector_scale, pos, scale, rule, block, offset, run)
-    given = vectors, vector_scale, pos.int(), scale, rule, block, offset, run, query_scale
-    made = launch_scores(q.contiguous(), *given)
-    return made.unflatten(1, q.shape[-3:-1]) if rule == "each" else made
+        return block_scores_reference(
+            queries, vectors, vector_scale, pos, scale, block, offset, run
+        )
+    return launch_block_scores(
+        queries.contiguous(),
+        vectors,
+        vector_scale,
+        pos.int(),
+        scale,
+        block,
+        offset,
+        run,
+        query_scale,
+    )
 
 
 # ---------------------------------------------------------------------------------------- selection
 # A key is a score as an int32 number of the same order. The y best keys are those that reach a
-# threshold. A
-# search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi.
+# threshold. A search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most`
+# keys reach hi.
 
 
 def select_reference(
@@ -1522,23 +1814,20 @@ def select(
     return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
-# --------------------------------------------------------------------- attention over stored tokens
-# A store is a matrix of vectors, one for each token and KV head. A vector's number is b * steps[0]
-# +
-# h * steps[1] + token * steps[2] (check_store). A format of keys is two functions. QUERIES
-# prepares a group's
-# queries once. LOGITS multiplies them with the keys of a tile of tokens, and returns logits and
-# keys. What a
-# format stores is one tuple, `keys` or `values`, since formats differ in it. Every other argument
-# of a kernel
-# has a name.
+# -------------------------------------------------------------- shared by the kernels that attend
+# A program of a kernel that attends takes one split of a row's tokens, for the G queries that share
+# a KV head (if each query head has its own index, for one query). It runs over tiles of T tokens
+# with an online softmax:
 #
-# A plain flash-decode is here, too: read _attend_kernel with kind "plain", where QUERIES is
-# _plain_queries,
-# LOGITS is _plain_logits and _values is _plain_values; then _attend_tile and _merge_kernel.
+#     m    [G]     the largest logit so far
+#     l    [T, G]  the sum of exp2(logit - m), of every T-th token; summed over T at the end
+#     acc  [D, G]  the sum of exp2(logit - m) v
+#
+# Logits are in log2 units. Where there are several splits, each stores its m, l and acc, and a
+# second kernel joins them.
 
 
-def attend_plain(
+def attend_plain_reference(
     q: Tensor, k: Tensor, v: Tensor, live: Tensor, scale: float | None = None
 ) -> Tensor:
     """Attention of one query each: q [B, Hq, D], k and v [B, Hkv, S, D], live [B, S] or [B, Hkv, S]
@@ -1553,40 +1842,223 @@ def attend_plain(
     return matmul_codes(weights, v).flatten(1, 2)
 
 
-def attend_reference(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact, scale: float
-) -> Tensor:
-    """What attend says, in PyTorch. All tokens of stores in codes are attended by products with the
-    codes."""
-    Hkv, S = values.kernel_form()[0].shape[1:3]
-    if index is not None:
-        live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
-        chosen = index.clamp(min=0).long()
-        k = keys.read(chosen).flatten(1, 2)  # [B, Hkv or Hq, n, D]
-        v = values.read(chosen).flatten(1, 2)
-        return attend_rows(q, k, v, live, pos, exact, scale=scale, kernel=False)
+class Splits(NamedTuple):
+    """Where the splits of a launch put their parts of the result."""
 
-    tokens = torch.arange(S, device=pos.device)
-    if not exact and keys.kind == "plain" and values.bits == 16:
-        return attend_plain(q, keys.vectors, values.vectors, tokens <= pos[:, None], scale)
-    last = pos[:, None, None, None]
-    n_recent = exact[0].n_recent if exact else 0
-    grouped = q.unflatten(1, (Hkv, -1))
-    logits = keys.logits(grouped).float()  # [B, Hkv, G, S]
-    logits = logits.masked_fill(tokens > last - n_recent, -torch.inf)
-    if exact:  # its slots fill from the left
-        is_empty = torch.arange(n_recent, device=pos.device) > last
-        of_recent = exact[0].logits(grouped).float().masked_fill(is_empty, -torch.inf)
-        logits = torch.cat((logits, of_recent), -1)
-    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
-    out = values.mix(weights[..., :S])
-    if exact:
-        out = out + exact[1].mix(weights[..., S:])
-    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+    m: Tensor | None  # [B, Hq, splits] fp32; None: there is one split, and no merge
+    l: Tensor | None  # [B, Hq, splits] fp32
+    out: Tensor  # [B, Hq, splits, D] fp32; of one split the result [B, Hq, D]
+
+
+def attend_splits(n: int, programs: int, programs_a_sm: int) -> int:
+    """How many splits n tokens are cut into, so that `programs` times as many give each
+    multiprocessor its number. A split has 128 tokens at least: fewer are not worth a merge."""
+    return max(1, min(cdiv(n, 128), programs_a_sm * SMS // programs))
+
+
+def empty_splits(q: Tensor, splits: int, D: int) -> Splits:
+    """Empty tensors for the parts of queries [B, Hq, *], of D numbers each."""
+    B, Hq, _ = q.shape
+    if splits == 1:
+        return Splits(None, None, torch.empty(B, Hq, D, dtype=q.dtype, device=q.device))
+    m = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
+    l = torch.empty(B, Hq, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, Hq, splits, D, dtype=torch.float32, device=q.device)
+    return Splits(m, l, out)
+
+
+@jit
+def _merge_kernel(
+    m_ptr,  # [B, Hq, splits] fp32
+    l_ptr,  # [B, Hq, splits] fp32
+    part_ptr,  # [B, Hq, splits, D] fp32
+    out_ptr,  # [B, Hq, D]
+    splits,
+    D: tl.constexpr,
+    N: tl.constexpr,  # splits at a time
+):
+    """out = sum of exp2(m) part / sum of exp2(m) l, over a head's splits. A program takes one."""
+    _wait_for_previous()
+    _let_next_begin()
+    head = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, _padded(D))
+    m = tl.full([], -1e30, tl.float32)
+    l = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros(d.shape, tl.float32)
+    for start in range(0, splits, N):
+        split = start + tl.arange(0, N)
+        at = head * splits + split
+        m_of_split = tl.load(m_ptr + at, mask=split < splits, other=-1e30)
+        l_of_split = tl.load(l_ptr + at, mask=split < splits, other=0.0)
+        mask = (split < splits)[:, None] & (d < D)[None, :]
+        part = tl.load(part_ptr + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m, tl.max(m_of_split, 0))
+        weight = tl.exp2(m_of_split - m_new)
+        l = l * tl.exp2(m - m_new) + tl.sum(l_of_split * weight, 0)
+        acc = acc * tl.exp2(m - m_new) + tl.sum(part * weight[:, None], 0)
+        m = m_new
+    tl.store(out_ptr + head * D + d, (acc / l).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def merge_splits(parts: Splits, q: Tensor) -> Tensor:
+    """The result [B, Hq, D], of q's dtype, of the parts of a launch's splits."""
+    if parts.m is None:
+        return parts.out
+    B, Hq, splits, D = parts.out.shape
+    out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    if splits > 16 and D <= 128:
+        splits_at_once, warps = 64, 2
+    else:  # wider ones would run out of registers
+        splits_at_once, warps = min(16, power2(splits)), 1
+    _merge_kernel[B * Hq,](
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        part_ptr=parts.out,
+        out_ptr=out,
+        splits=splits,
+        D=D,
+        N=splits_at_once,
+        num_warps=warps,
+        **overlapped(out.device),
+    )
+    return out
+
+
+class IndexShape(NamedTuple):
+    """What the kernels need to know of an index [B, n], [B, Hkv, n] or [B, Hq, n] int32."""
+
+    n: int  # tokens; without an index those of the store
+    sets: int  # of tokens in a row of the batch: 1, Hkv or Hq
+    stride: int  # numbers between two rows of the batch
+
+
+def check_index(index: Tensor | None, B: int, Hkv: int, Hq: int, S: int) -> IndexShape:
+    """Raises ValueError for an index of another shape or dtype. None: all S tokens of a store."""
+    if index is None:
+        return IndexShape(S, 1, 0)
+    shape = list(index.shape)
+    need(len(shape) in (2, 3) and shape[0] == B, f"index must be [{B}, .., n], not {shape}")
+    sets = index.shape[1:-1].numel()
+    need(
+        sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}"
+    )
+    check(index=(index[0], torch.int32, *shape[1:]))  # whose rows may lie apart
+    return IndexShape(shape[-1], sets, index.stride(0))
+
+
+def check_exact(exact: Sequence[Tensor], q: Tensor, Hkv: int, DV: int) -> int:
+    """The number of exact slots, 0 without any. Raises ValueError unless there are none, or keys
+    [B, z, Hkv, D] after RoPE and values [B, z, Hkv, DV] of q's dtype."""
+    if not exact:
+        return 0
+    exact_k, exact_v = exact
+    B, _, D = q.shape
+    z = exact_k.shape[1]
+    check(
+        **{
+            "exact keys": (exact_k, q.dtype, B, z, Hkv, D),
+            "exact values": (exact_v, q.dtype, B, z, Hkv, DV),
+        }
+    )
+    return z
+
+
+@jit
+def _load_queries(q_ptr, d, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """The queries of a group as columns [len(d), GP]: their dims d, zero from D on."""
+    g = tl.arange(0, GP)
+    mask = (g < G)[None, :] & (d < D)[:, None]
+    return tl.load(q_ptr + g[None, :] * D + d[:, None], mask=mask, other=0.0)
+
+
+@jit
+def _attend_exact(
+    q_ptr,  # [G, D]: the group's queries
+    exact_k_ptr,  # [B, z, Hkv, D] after RoPE
+    exact_v_ptr,  # [B, z, Hkv, DV]
+    b,
+    h,
+    Hkv,
+    pos,
+    z,
+    scale,
+    m,  # [GP]
+    l,  # [T, GP]
+    acc,  # [len(channel), GP]
+    channel,  # the value channels of acc's rows
+    has_channel,  # which of these there are
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    T: tl.constexpr,
+):
+    """A softmax (m, l, acc) with the exact tokens, whose slots fill from the left."""
+    d = tl.arange(0, _padded(D, 16))
+    query = _load_queries(q_ptr, d, D, G, GP)
+    for start in tl.range(0, z, T, num_stages=1):
+        slot = start + tl.arange(0, T)
+        live = (slot < z) & (slot <= pos)
+        vector = (b * z + slot) * Hkv + h
+        k_at = exact_k_ptr + vector[:, None] * D + d[None, :]
+        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        v_at = exact_v_ptr + vector[:, None] * DV + channel[None, :]
+        v = tl.load(v_at, mask=live[:, None] & has_channel[None, :], other=0.0)
+        logits = tl.dot(k, query, input_precision="ieee") * scale
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        p = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + p
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc, input_precision="ieee")
+        m = m_new
+    return m, l, acc
+
+
+@jit
+def _store_split(
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV]
+    first_head,  # of the group, among all rows' heads
+    split,
+    splits,
+    m,  # [GP]
+    l,  # [GP]
+    acc,  # [len(channel), GP]
+    channel,
+    has_channel,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Stores the result, or a split's part of it."""
+    g = tl.arange(0, GP)
+    at = (first_head + g) * splits + split
+    if m_ptr is None:
+        acc = acc / l[None, :]
+    else:
+        tl.store(m_ptr + at, m, mask=g < G)
+        tl.store(l_ptr + at, l, mask=g < G)
+    out_at = out_ptr + at[None, :] * DV + channel[:, None]
+    mask = has_channel[:, None] & (g < G)[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin >= 160 * 1024
+
+
+# --------------------------------------------------- shared by the kernels that decode packed codes
 
 
 class Packing(NamedTuple):
-    """How a head's values lie, here D = 256 channels of BITS = 2 bits in WIDTH = 64 bytes:
+    """How a vector's codes lie, here D = 256 channels of BITS = 2 bits in WIDTH = 64 bytes:
 
         bits      7 6   5 4   3 2   1 0
         byte 0    192   128    64     0     the channels whose codes it holds
@@ -1595,7 +2067,7 @@ class Packing(NamedTuple):
         plane       3     2     1     0     each has 64 channels: RUNS = 2 runs of RUN = 32
 
     The channels of a GROUP share a minimum and a scale. A run lies in one group. If WIDTH is no
-    power of 2, a plane is one padded run over several groups. Plain V is one plane of D numbers."""
+    power of 2, a plane is one padded run over several groups."""
 
     BITS: int
     GROUP: int
@@ -1604,49 +2076,35 @@ class Packing(NamedTuple):
     RUNS: int
     PLANES: int
     D: int  # channels
-    COLUMNS: int  # channels, padded
+    COLUMNS: int  # channels of a decoded tile, padded
 
 
-def packing_of(bits: int, group: int, width: int, run: int) -> Packing:
-    runs, planes = max(1, power2(width) // run), max(1, 8 // bits)
-    return Packing(bits, group, width, run, runs, planes, planes * width, planes * runs * run)
+def packing_of(D: int, bits: int, group: int, run: int) -> Packing:
+    """The packing of D channels in runs of `run` bytes."""
+    width = D * bits // 8
+    planes = 8 // bits
+    runs = max(1, power2(width) // run)
+    return Packing(bits, group, width, run, runs, planes, D, planes * runs * run)
 
 
-def value_packing(D: int, bits: int, vector_scale: bool = False) -> Packing:
-    """Groups have 32 channels, or all of a narrow head or of a vector with one scale, as in
-    compress.py."""
-    group, width = D if vector_scale else min(32, D), D * bits // 8
-    need(bits in (2, 4, 16), f"bits must be 2, 4 or 16, not {bits}")
-    if bits == 16:
-        return packing_of(bits, 1, D, power2(D))
-    fits = D % group == width % 4 == 0 and (vector_scale or group == power2(group))
-    need(fits, f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}")
+def value_packing(D: int, bits: int, has_one_scale: bool = False) -> Packing:
+    """The packing of values as quantize and quantize_spread make it: groups have 32 channels, or
+    all of a narrow head or of a vector with one scale."""
+    need(bits in (2, 4), f"codes have 2 or 4 bits, not {bits}")
+    group = D if has_one_scale else min(32, D)
+    width = D * bits // 8
+    is_whole = D % group == 0 and D * bits % 32 == 0
+    need(
+        is_whole and (has_one_scale or group == power2(group)),
+        f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}",
+    )
     run = min(32, width) if width == power2(width) else power2(width)
-    return packing_of(bits, group, width, run)
-
-
-class Shape(NamedTuple):
-    """Sizes of a launch."""
-
-    G: int  # queries of a group
-    GP: int  # padded
-    D: int  # dims of a key
-    DP: int  # padded
-    T: int  # tokens of a tile
-    STAGES: int  # tiles in flight
-    R: int = 0  # rank of latents
-    KB: int = 0  # ranks of a product
-    HELD: bool = False  # does a product take all ranks? The basis then stays in shared memory
-    REST: int = 0  # bytes of a latent's dims in 4 bits, which follow its R dims in int8
-    WIDE: int = 0  # of them those of a first product, a power of two
-    NARROW: int = 0  # of a second one, padded
-    CODES: Packing | None = None  # of channels
-    # the softmax lies in a branch, always taken, so that the next loads come before it
-    EARLY: bool = False
+    return packing_of(D, bits, group, run)
 
 
 @jit
 def _half_at(words, shift):
+    """The fp16 number in bits shift to shift + 15 of each word, as fp32."""
     return ((words >> shift) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -1660,27 +2118,427 @@ def _mantissas(words, plane, byte, BITS: tl.constexpr, dtype: tl.constexpr):
     serves all codes of a byte. The 1 stands for up to 256 codes, which costs sums 8 bits. These are
     too many for fp32, where each code is rotated to the top by itself: n is BITS."""
     SPAN: tl.constexpr = BITS if dtype == tl.float32 else 8
-    first = plane * BITS  # bit of a byte
-    # never 0; a rotation is one instruction
-    turn = (23 - SPAN - first // SPAN * SPAN - byte * 8) & 31
+    first_bit = plane * BITS  # of the code in its byte
+    in_span = first_bit % SPAN
+    # A rotation, never by 0, is one instruction.
+    turn = (23 - SPAN - (first_bit - in_span) - byte * 8) & 31
+    mask = ((1 << BITS) - 1) << (23 - SPAN + in_span)
     words = words.to(tl.uint32, bitcast=True)
-    words = ((words << turn) | (words >> (32 - turn))) & (
-        ((1 << BITS) - 1) << (23 - SPAN + first % SPAN)
-    )
-    return (words | 0x3F800000).to(tl.float32, bitcast=True), (1 << (SPAN - first % SPAN)).to(
-        tl.float32
-    )
+    turned = (words << turn) | (words >> (32 - turn))
+    number = ((turned & mask) | 0x3F800000).to(tl.float32, bitcast=True)
+    codes_in_one = (1 << (SPAN - in_span)).to(tl.float32)
+    return number, codes_in_one
 
 
 @jit
-def _load_rope(rope_p, at, mask):
-    """cos and sin of a RoPE pair, from two halves of a 32-bit word or two fp32 numbers."""
-    if rope_p.dtype.element_ty == tl.int32:
-        word = tl.load(rope_p + at, mask=mask, other=0)
-        return _half_at(word, 0), _half_at(word, 16)
+def _columns(PACKING: tl.constexpr):
+    """The channel of each column of a decoded tile, and whether it exists, [COLUMNS]. Columns go
+    plane by plane, and a plane is padded to a power of two."""
+    PLANE: tl.constexpr = PACKING.RUNS * PACKING.RUN
+    column = tl.arange(0, PACKING.PLANES * PLANE)
+    byte = column % PLANE
+    return (column // PLANE) * PACKING.WIDTH + byte, byte < PACKING.WIDTH
+
+
+@jit
+def _decode_values(
+    codes_ptr,  # words of four bytes [.., DV * BITS / 32]
+    scale_ptr,  # (minimum, scale) in a word [.., DV / GROUP] int32; or one scale [..] fp16
+    vector,  # [T]: their numbers
+    live,  # [T]
+    dtype: tl.constexpr,
+    PACKING: tl.constexpr,
+):
+    """V [T, COLUMNS] of packed codes. With one scale a vector, which is a fp16 number, codes mean
+    (2 code - 2**BITS + 1) scale."""
+    BITS: tl.constexpr = PACKING.BITS
+    PLANES: tl.constexpr = PACKING.PLANES
+    WIDTH: tl.constexpr = PACKING.WIDTH
+    RUNS: tl.constexpr = PACKING.RUNS
+    WORDS: tl.constexpr = PACKING.RUN // 4
+    GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
+    ONE_SCALE: tl.constexpr = scale_ptr.dtype.element_ty != tl.int32
+    T: tl.constexpr = vector.shape[0]
+
+    # 1. Words of codes, [T, RUNS * WORDS].
+    word = tl.arange(0, RUNS * WORDS)[None, :]
+    words_at = codes_ptr + vector[:, None] * (WIDTH // 4) + word
+    words = tl.load(words_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
+
+    # 2. The minimum and scale of each group. What is loaded ahead has four bytes at least.
+    if ONE_SCALE:
+        # The scales of two neighbouring vectors are one word.
+        both_ptr = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        both = tl.load(both_ptr + (vector >> 1), mask=live, other=0)
+        scale = _half_at(both, ((vector & 1) << 4).to(tl.int32))[:, None, None, None, None]
+        low = scale * (1.0 - 2**BITS)
+        step = scale * 2
+    elif RUNS * WORDS * 4 == WIDTH:
+        # Groups lie in the order of runs, so that one wide load takes them.
+        group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
+        pair_at = scale_ptr + vector[:, None] * GROUPS + group[None, :]
+        pairs = tl.load(pair_at, mask=live[:, None], other=0)
+        pairs = tl.reshape(pairs, [T, PLANES, RUNS, 1, 1])
     else:
-        cos = tl.load(rope_p + 2 * at, mask=mask, other=0.0)
-        return cos, tl.load(rope_p + 2 * at + 1, mask=mask, other=0.0)
+        # Planes are padded: each word has its own group.
+        channel = (tl.arange(0, PLANES) * WIDTH)[:, None] + (tl.arange(0, WORDS) * 4)[None, :]
+        group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
+        pair_at = scale_ptr + vector[:, None, None] * GROUPS + group[None, :, :]
+        pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
+
+    # 3. Decode: minimum + code * scale.
+    plane = tl.arange(0, PLANES)[None, :, None, None, None]
+    byte = tl.arange(0, 4)[None, None, None, None, :]
+    words = tl.reshape(words, [T, 1, RUNS, WORDS, 1])
+    number, codes_in_one = _mantissas(words, plane, byte, BITS, dtype)
+    if not ONE_SCALE:
+        low = _half_at(pairs, 0)
+        step = _half_at(pairs, 16)
+    step = step * codes_in_one
+    v = number * step + (low - step)
+    return tl.reshape(v, [T, PLANES * RUNS * PACKING.RUN]).to(dtype)
+
+
+def check_coded_values(
+    codes: Tensor, scale: Tensor, B: int, Hkv: int, S: int, bits: int
+) -> tuple[Packing, tuple[int, ...]]:
+    """The packing and the strides (check_store) of values in codes [B, Hkv, S, DV * bits / 8]
+    uint8, with (minimum, scale) [B, Hkv, S, DV / group, 2] or one scale [B, Hkv, S], in fp16.
+    Raises ValueError for others."""
+    need(bits in (2, 4), f"codes have 2 or 4 bits, not {bits}")
+    n_bytes = codes.shape[3]
+    has_one_scale = scale.ndim == 3
+    packing = value_packing(n_bytes * 8 // bits, bits, has_one_scale)
+    pair = () if has_one_scale else (packing.D // packing.GROUP, 2)
+    strides = check_store(
+        B,
+        Hkv,
+        S,
+        **{
+            "values": (codes, torch.uint8, n_bytes),
+            "scale of values": (scale, torch.float16, *pair),
+        },
+    )
+    return packing, strides
+
+
+def as_words(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in codes as _decode_values takes them: words of codes, and (minimum, scale) as one."""
+    words = codes.view(torch.int32)
+    if scale.ndim == 3:
+        return words, scale
+    return words, scale.view(torch.int32)
+
+
+# ------------------------------------------------------------------------- attention: plain K and V
+# A flash-decode over keys and values as they are: all tokens, or those of an index, and exact
+# tokens besides. Numbers in e4m3 with one scale a head are read by the same kernel. It needs the
+# shared block of the kernels that attend.
+
+
+@jit
+def _attend_plain_kernel(
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [B, Hkv, S, D] of q's dtype, or e4m3
+    v_ptr,  # [B, Hkv, S, DV] of the same
+    k_scale_ptr,  # [B, Hkv] fp32, of e4m3; else None
+    v_scale_ptr,  # [B, Hkv] fp32
+    index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
+    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV]
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    k_strides,  # vectors between two rows of the batch, two KV heads and two tokens
+    v_strides,
+    n,  # tokens of the index; without one of the store
+    sets,  # of the index
+    index_stride,  # numbers between two rows of it
+    z,
+    Hkv,
+    scale,  # with log2(e)
+    G: tl.constexpr,  # queries of a program
+    GP: tl.constexpr,  # padded
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = softmax(scale q K^T) V."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    p = tl.program_id(1)
+    programs = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    h = p * Hkv // programs
+    first_head = (b * programs + p) * G
+    pos = tl.load(pos_ptr + b)
+    d = tl.arange(0, _padded(D, 16))
+    channel = tl.arange(0, _padded(DV, 16))
+
+    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    length = n
+    if index_ptr is None:
+        length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+    if index_ptr is not None:
+        index_ptr += b * index_stride + p * sets // programs * n
+        # One tile ahead: a load is not prefetched if it waits for the load of its index.
+        offs = first * T + tl.arange(0, T)
+        next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
+
+    # 2. The queries, and a softmax of nothing.
+    query = _load_queries(q_ptr + first_head * D, d, D, G, GP)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([_padded(DV, 16), GP], tl.float32)
+    if exact_k_ptr is not None:
+        if split == splits - 1:
+            m, l, acc = _attend_exact(
+                q_ptr + first_head * D,
+                exact_k_ptr,
+                exact_v_ptr,
+                b,
+                h,
+                Hkv,
+                pos,
+                z,
+                scale,
+                m,
+                l,
+                acc,
+                channel,
+                channel < DV,
+                G,
+                GP,
+                D,
+                DV,
+                T,
+            )
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + b * Hkv + h)
+        v_scale = tl.load(v_scale_ptr + b * Hkv + h)
+        scale *= k_scale
+        acc /= v_scale  # what there is comes from exact values
+
+    # 3. The stored tokens.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        offs = tile * T + tl.arange(0, T)
+        if index_ptr is None:
+            token = offs
+            live = offs < length
+        else:
+            token = next_token
+            live = token >= 0
+            next_token = tl.load(index_ptr + offs + T, mask=offs + T < n, other=-1)
+        token = token.to(tl.int64)
+        k_vector = b * k_strides[0] + h * k_strides[1] + token * k_strides[2]
+        k_at = k_ptr + k_vector[:, None] * D + d[None, :]
+        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(query.dtype)
+        v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
+        v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
+        v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0).to(query.dtype)
+
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(v), weight.to(v.dtype), acc, input_precision="ieee")
+        m = m_new
+
+    # 4. The result, or this split's part of it.
+    if k_scale_ptr is not None:
+        acc *= v_scale
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        channel,
+        channel < DV,
+        G,
+        GP,
+        DV,
+    )
+
+
+def empty_attend_plain(q: Tensor, k: Tensor, v: Tensor, *_: object, **more: object) -> Tensor:
+    """An empty tensor of the shape that launch_attend_plain gives."""
+    return q.new_empty(*q.shape[:2], v.shape[3])
+
+
+@operator(empty_attend_plain)
+def launch_attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    index: Tensor | None,
+    exact: Sequence[Tensor],
+    scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token of each row over plain K and V: q [B, Hq, D] after RoPE ->
+    [B, Hq, DV].
+
+    k [B, Hkv, S, D], v [B, Hkv, S, DV]: views (check_store) of q's dtype, or in e4m3 with a scale
+    of each head [B, Hkv] fp32. index [B, n], [B, Hkv, n] or [B, Hq, n] int32: the tokens that are
+    attended, -1 for none; None: all up to pos [B] int32. exact: (), or keys and values
+    [B, z, Hkv, *] that are attended besides, without an index in the place of the z last tokens;
+    their slots fill from the left."""
+    B, Hq, D = q.shape
+    _, Hkv, S, DV = v.shape
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    dtype = q.dtype if k_scale is None else torch.float8_e4m3fn
+    k_strides = check_store(B, Hkv, S, keys=(k, dtype, D))
+    v_strides = check_store(B, Hkv, S, values=(v, dtype, DV))
+    need((k_scale is None) == (v_scale is None), "keys and values have scales, or none")
+    check(
+        q=(q, q.dtype, B, Hq, D),
+        pos=(pos, torch.int32, B),
+        k_scale=(k_scale, torch.float32, B, Hkv),
+        v_scale=(v_scale, torch.float32, B, Hkv),
+    )
+    chosen = check_index(index, B, Hkv, Hq, S)
+    z = check_exact(exact, q, Hkv, DV)
+    exact_k, exact_v = exact or (None, None)
+    programs = max(Hkv, chosen.sets)
+    G = Hq // programs
+    T, stages = plain_config(q.dtype, DV, has_large_shared_memory(q.device))
+    # Four programs a multiprocessor hide the memory's latency.
+    splits = attend_splits(chosen.n, B * programs, 4)
+    parts = empty_splits(q, splits, DV)
+    _attend_plain_kernel[splits, programs, B](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        index_ptr=index,
+        exact_k_ptr=exact_k,
+        exact_v_ptr=exact_v,
+        pos_ptr=pos,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        k_strides=k_strides,
+        v_strides=v_strides,
+        n=chosen.n,
+        sets=chosen.sets,
+        index_stride=chosen.stride,
+        z=z,
+        Hkv=Hkv,
+        scale=scale * LOG2E,
+        G=G,
+        GP=power2(G, 16),  # tensor cores take 16 queries faster than 8
+        D=D,
+        DV=DV,
+        T=T,
+        STAGES=stages,
+        num_warps=4,
+        **overlapped(q.device),
+    )
+    return merge_splits(parts, q)
+
+
+def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> tuple[int, int]:
+    """(tokens a tile, tiles in flight). Three tiles in flight need large shared memory (is_large:
+    has_large_shared_memory); in fp32, whose tiles are twice as large, two of 32 tokens fit."""
+    if dtype == torch.float32:
+        return 32, 2
+    if is_large:
+        return 64, 3
+    return 64 if DV <= 128 else 32, 2
+
+
+def attend_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    live: Tensor,
+    pos: Tensor,
+    exact: Sequence[Tensor] = (),
+    *,
+    scale: float,
+    kernel: bool,
+) -> Tensor:
+    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D],
+    and over exact keys and values [B, z, Hkv, D], whose slots up to pos [B] are filled."""
+    if kernel:
+        index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
+        return launch_attend_plain(q.contiguous(), k, v, pos.int(), index, exact, scale)
+    if exact:
+        exact_k, exact_v = exact
+        is_filled = torch.arange(exact_k.shape[1], device=pos.device) <= pos[:, None]  # [B, z]
+        k = torch.cat((k, exact_k.transpose(1, 2)), 2)
+        v = torch.cat((v, exact_v.transpose(1, 2)), 2)
+        live = torch.cat((live, is_filled[:, None].expand(-1, live.shape[1], -1)), -1)
+    return attend_plain_reference(q, k, v, live, scale)
+
+
+# -------------------------------------------------- attention: keys rebuilt from latents (SALS)
+# The fused sparse-latent kernel: it gathers the latents and values of chosen tokens in their codes,
+# rebuilds the keys (latent times basis, and bias), rotates them to their positions and attends
+# them, with the exact tokens besides; nothing of this is written to memory. Without an index it
+# attends all tokens (SALS's layers that are not sparse). Latents and basis are in codes (ours), or
+# in 16 bits (the paper's SALS; Palu, whose heads have latents of their own). It needs the shared
+# blocks of the kernels that attend, and of those that decode codes.
+
+
+def rope_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp16 beside caches of 16 bits: 4 bytes a pair, with an eighth of bf16's rounding."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
+
+
+def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernel reads them beside caches of a
+    dtype."""
+    return torch.stack((cos, sin), -1).to(rope_dtype(dtype))
+
+
+def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
+    """basis [Hkv*D, r] -> [Hkv, DP, r], as the kernel takes it: dims c and c + D/2, a RoPE pair,
+    become 2c and 2c + 1, and DP - D zero rows pad a head to a power of two."""
+    heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
+    paired = heads.transpose(1, 2).flatten(1, 2)  # [Hkv, D, r]
+    padding = power2(paired.shape[1], 16) - paired.shape[1]
+    return F.pad(paired, (0, 0, 0, padding)).contiguous()
+
+
+def attend_latents_reference(
+    q: Tensor,
+    latent: Tensor,
+    basis: Tensor,
+    bias: Tensor | None,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    live: Tensor,
+    scale: float,
+) -> Tensor:
+    """What the kernel computes, in PyTorch, on decoded numbers and without exact tokens: latent
+    [B, 1 or Hkv, S, r], basis [Hkv, D, r], bias [Hkv, D], v [B, Hkv, S, DV], cos and sin [S, D/2],
+    live [B, S] or [B, Hkv, S] bool -> [B, Hq, DV]."""
+    k = torch.einsum("bhsr,hdr->bhsd", latent.expand(-1, len(basis), -1, -1), basis)
+    if bias is not None:
+        k = k + bias[:, None]
+    x, y = k.chunk(2, -1)
+    k = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+    return attend_plain_reference(q, k, v, live, scale)
 
 
 @constexpr_function
@@ -1691,161 +2549,38 @@ def _largest_sum(dtype):
 
 
 @jit
-def _columns(PACKING: tl.constexpr):
-    """The channel of each column of an unpacked tile, and whether it exists, [C]. Columns go plane
-    by plane, and a plane is padded to a power of two."""
-    PLANE: tl.constexpr = PACKING.RUNS * PACKING.RUN
-    column = tl.arange(0, PACKING.PLANES * PLANE)
-    byte = column % PLANE
-    return (column // PLANE) * PACKING.WIDTH + byte, byte < PACKING.WIDTH
-
-
-# ---- formats of keys
-
-
-def rope_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp16 beside caches of 16 bits: 4 bytes a pair, with an eighth of bf16's rounding."""
-    return torch.float32 if dtype == torch.float32 else torch.float16
-
-
-def rope_pairs(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """cos and sin [P, D/2] side by side, [P, D/2, 2], as the kernels read them beside caches of a
-    dtype."""
-    return torch.stack((cos, sin), -1).to(rope_dtype(dtype))
-
-
-def interleave_rope(basis: Tensor, n_kv_heads: int) -> Tensor:
-    """basis [Hkv*D, r] -> [Hkv, DP, r], as attend takes it: dims c and c + D/2, a RoPE pair, become
-    2c and 2c + 1, and DP - D zero rows pad a head to a power of two."""
-    heads = basis.unflatten(0, (n_kv_heads, 2, -1))  # [Hkv, 2, D/2, r]
-    paired = heads.transpose(1, 2).flatten(1, 2)
-    padding = power2(paired.shape[1]) - paired.shape[1]
-    return F.pad(paired, (0, 0, 0, padding)).contiguous()
-
-
-@jit
-def _load_queries(q_p, channel, real, SHAPE: tl.constexpr):
-    """The queries of a group as columns [len(channel), GP]."""
-    g = tl.arange(0, SHAPE.GP)
-    real = (g < SHAPE.G)[None, :] & real[:, None]
-    return tl.load(q_p + g[None, :] * SHAPE.D + channel[:, None], mask=real, other=0.0)
-
-
-def plain_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    """(stores, steps, fields of Shape) of plain keys. The other formats' checks return the same."""
-    (k,), (B, _, D) = keys, q.shape
-    return (k,), check_store(B, Hkv, k.shape[2], keys=(k, q.dtype, D)), {}
-
-
-@jit
-def _plain_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP]."""
-    d = tl.arange(0, SHAPE.DP)
-    return _load_queries(q_p, d, d < SHAPE.D, SHAPE)
-
-
-@jit
-def _plain_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of plain keys [.., D] of q's dtype."""
-    (k_p,) = keys
-    d = tl.arange(0, SHAPE.DP)
-    mask = live[:, None] & (d < SHAPE.D)[None, :]
-    k = tl.load(k_p + vector[:, None] * SHAPE.D + d[None, :], mask=mask, other=0.0)
-    if SHAPE.GP == 1:
-        return tl.sum(k.to(tl.float32) * tl.trans(query), 1, keep_dims=True) * scale, k
+def _load_rope(rope_ptr, at, mask):
+    """cos and sin of a RoPE pair, from two halves of a 32-bit word or two fp32 numbers."""
+    if rope_ptr.dtype.element_ty == tl.int32:
+        word = tl.load(rope_ptr + at, mask=mask, other=0)
+        return _half_at(word, 0), _half_at(word, 16)
     else:
-        return tl.dot(k, query, input_precision="ieee") * scale, k
-
-
-def latent_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    (latent, scale, rest, basis, basis_scale, bias, rope), (B, _, D) = keys, q.shape
-    (S, r), DP, f32 = latent.shape[2:], power2(D, 16), torch.float32
-    dtype, width = q.dtype if scale is None else torch.int8, 0 if rest is None else rest.shape[3]
-    together = len({x is None for x in (scale, rest, basis_scale)}) == 1
-    need(together, "codes of latents have scales, dims in 4 bits, and a basis with scales")
-    stored = {"latents": (latent, dtype, r), "scale of latents": (scale, f32)}
-    steps = check_store(B, Hkv, S, **stored, trailing=(rest, torch.uint8, width))
-    need(len(rope) >= S, f"rope has {len(rope)} positions, the cache {S}")
-    given = {"basis (of interleave_rope)": (basis, dtype, Hkv, DP, r + 2 * width)}
-    given["bias (of interleave_rope)"] = (bias, f32, Hkv, DP, 1)
-    pairs = rope, rope_dtype(q.dtype), len(rope), D // 2, 2
-    check(**given, basis_scale=(basis_scale, f32, Hkv, DP, 1), rope=pairs)
-    KB = ranks_at_once(
-        r + 2 * width, tile_itemsize(q.dtype, latent), roomy(q.device) and rest is None
-    )
-    KB = KB if rest is None else max(KB, 64)  # a byte holds two dims, and an int8 product takes 32
-    held = KB >= r + 2 * width
-    first = power2(width, 32) if width < 64 else power2(width + 1) // 2
-    split = {
-        "REST": width,
-        "WIDE": first,
-        "NARROW": power2(width - first, 32) if width > first else 0,
-    }
-    words = rope if rope.dtype == f32 else rope.view(torch.int32)  # of two halves
-    stores = (latent, scale, rest, basis, basis_scale, bias, words)
-    return stores, steps, {"R": r, "KB": power2(r, 32) if held else KB, "HELD": held} | split
-
-
-def roomy(device: torch.device) -> bool:
-    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
-    cuda = device.type == "cuda"
-    return (
-        cuda
-        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024
-    )
-
-
-def ranks_at_once(r: int, itemsize: int, roomy: bool) -> int:
-    """How many ranks of latents a product takes. It takes all if the basis fits in shared memory,
-    where it then stays. Else it takes a line of memory, 128 bytes, and each tile loads the basis
-    again."""
-    KB = power2(r, 32)
-    return KB if KB * itemsize <= (512 if roomy else 256) else 128 // itemsize
+        cos = tl.load(rope_ptr + 2 * at, mask=mask, other=0.0)
+        sin = tl.load(rope_ptr + 2 * at + 1, mask=mask, other=0.0)
+        return cos, sin
 
 
 @jit
-def _latent_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries as columns [DP, GP], in the order of the basis (interleave_rope), and the basis
-    [KB, DP] if one product takes all ranks."""
-    _, _, _, basis_p, basis_scale_p, _, _ = keys
-    d, dims = tl.arange(0, SHAPE.DP), tl.arange(0, SHAPE.KB)
-    query = _load_queries(q_p, d // 2 + (d % 2) * (SHAPE.D // 2), d < SHAPE.D, SHAPE)
-    if basis_scale_p is not None:
-        scale = tl.load(basis_scale_p + h * SHAPE.DP + d) * _largest_sum(query.dtype)
-        query = (query * scale[:, None]).to(query.dtype)
-    basis = query
-    wide, narrow = (query, query), (query, query)
-    if SHAPE.HELD:
-        basis = _load_basis(basis_p, h, dims, dims < SHAPE.R, SHAPE)
-        if SHAPE.REST > 0:
-            wide = _rest_basis(basis_p, h, tl.arange(0, SHAPE.WIDE), SHAPE)
-            if SHAPE.NARROW > 0:
-                narrow = _rest_basis(basis_p, h, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), SHAPE)
-    return query, basis, wide, narrow
-
-
-@jit
-def _load_basis(basis_p, h, dims, inside, SHAPE: tl.constexpr):
-    """Dims of a head's basis as rows [len(dims), DP]."""
-    rows = basis_p + (h * SHAPE.DP + tl.arange(0, SHAPE.DP))[None, :] * (SHAPE.R + 2 * SHAPE.REST)
+def _load_basis(basis_ptr, h, dims, inside, DP: tl.constexpr, R: tl.constexpr):
+    """Dims of a head's basis [Hkv, DP, R] as rows [len(dims), DP]."""
+    rows = basis_ptr + (h * DP + tl.arange(0, DP))[None, :] * R
     return tl.load(rows + dims[:, None], mask=inside[:, None], other=0.0)
 
 
 @jit
-def _rest_basis(basis_p, h, byte, SHAPE: tl.constexpr):
-    """A head's basis of the two dims that each byte holds."""
-    low, inside = SHAPE.R + byte, byte < SHAPE.REST
-    low_basis = _load_basis(basis_p, h, low, inside, SHAPE)
-    return low_basis, _load_basis(basis_p, h, low + SHAPE.REST, inside, SHAPE)
-
-
-@jit
-def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
-    """k + the dims in 4 bits of a tile of latents times their basis: byte j holds dims j and j +
-    REST."""
-    inside = live[:, None] & (byte < SHAPE.REST)[None, :]
-    packed = tl.load(rest_p + vector[:, None] * SHAPE.REST + byte[None, :], mask=inside, other=0)
-    low_basis, high_basis = basis
+def _add_int4(
+    k,  # [T, DP] int32: the sums so far
+    int4_ptr,  # [.., N4] uint8
+    vector,
+    live,
+    byte,  # which bytes of a vector
+    low_basis,  # [len(byte), DP] int8: the basis of the dims in the bytes' low halves
+    high_basis,  # and in their high halves
+    N4: tl.constexpr,
+):
+    """k + the 4-bit dims of a tile of latents times their basis: byte j holds dims j and j + N4."""
+    inside = live[:, None] & (byte < N4)[None, :]
+    packed = tl.load(int4_ptr + vector[:, None] * N4 + byte[None, :], mask=inside, other=0)
     low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
     k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
     high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
@@ -1853,641 +2588,817 @@ def _add_rest(k, rest_p, vector, byte, live, basis, SHAPE: tl.constexpr):
 
 
 @jit
-def _latent_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of keys rebuilt from latents, RoPE(latent basis^T + bias). Latents [.., r] and
-    the basis [Hkv, DP, r] are of q's dtype, or int8 with a scale a vector; a latent's last dims may
-    lie in 4 bits."""
-    latent_p, latent_scale_p, rest_p, basis_p, _, bias_p, rope_p = keys
-    query, basis, wide, narrow = queries
-    DP: tl.constexpr = SHAPE.DP
-    R: tl.constexpr = SHAPE.R
-    HALF: tl.constexpr = SHAPE.D // 2
-    INT8: tl.constexpr = latent_scale_p is not None
-    SUM: tl.constexpr = tl.int32 if INT8 else tl.float32
-    LARGE: tl.constexpr = _largest_sum(query.dtype) if INT8 else 1.0
-    d, pair, dims = tl.arange(0, DP), tl.arange(0, DP // 2), tl.arange(0, SHAPE.KB)
-    k = tl.zeros([vector.shape[0], DP], SUM)
-    for start in range(0, R, SHAPE.KB):
-        inside = dims + start < R
-        left_at = latent_p + vector[:, None] * R + (dims + start)[None, :]
-        left = tl.load(left_at, mask=live[:, None] & inside[None, :], other=0.0)
-        right = basis if SHAPE.HELD else _load_basis(basis_p, h, dims + start, inside, SHAPE)
-        k = tl.dot(left, right, k, input_precision="ieee", out_dtype=SUM)
-    if rest_p is not None:
-        if SHAPE.HELD:
-            k = _add_rest(k, rest_p, vector, tl.arange(0, SHAPE.WIDE), live, wide, SHAPE)
-            if SHAPE.NARROW > 0:
-                k = _add_rest(
-                    k, rest_p, vector, SHAPE.WIDE + tl.arange(0, SHAPE.NARROW), live, narrow, SHAPE
-                )
-        else:
-            for start in range(0, SHAPE.REST, SHAPE.KB // 2):  # of a byte two dims
-                byte = start + tl.arange(0, SHAPE.KB // 2)
-                k = _add_rest(
-                    k, rest_p, vector, byte, live, _rest_basis(basis_p, h, byte, SHAPE), SHAPE
-                )
-    if INT8:
-        k = (
-            k.to(tl.float32)
-            * (tl.load(latent_scale_p + vector, mask=live, other=0.0) / LARGE)[:, None]
-        )
-    if bias_p is not None:
-        k += (tl.load(bias_p + h * DP + d) / LARGE)[None, :]
-    # The basis has RoPE pairs side by side, so that the halves of a pair lie in one thread.
-    real = live[:, None] & (pair < HALF)[None, :]
-    cos, sin = _load_rope(rope_p, token[:, None].to(tl.int64) * HALF + pair[None, :], real)
-    x, y = tl.split(tl.reshape(k, [vector.shape[0], DP // 2, 2]))
-    k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [vector.shape[0], DP]).to(
-        query.dtype
-    )
-    return tl.dot(k, query, input_precision="ieee") * scale, k
-
-
-def given_logits(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    (logits,), (B, Hq, _) = keys, q.shape
-    check_shape("logits", logits, torch.float32, B, Hkv, Hq // Hkv, logits.shape[3])
-    need(logits.stride(3) == 1, "the logits of a query must lie in line")
-    return (logits, *logits.stride()[:3]), (0, 0, 0), {}
-
-
-@jit
-def _given_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Given logits [T, GP]. A query's logits lie in line, by place and not by token."""
-    logits_p, step_b, step_h, step_g = keys
-    g = tl.arange(0, SHAPE.GP)[None, :]
-    mask = live[:, None] & (g < SHAPE.G)
-    # one number: the compiler sees that places are neighbours
-    logits_p = logits_p + b * step_b + h * step_h
-    logits = tl.load(logits_p + place[:, None] + g * step_g, mask=mask, other=0.0)
-    return logits * scale, logits
-
-
-def channel_keys(q: Tensor, keys: Sequence, Hkv: int) -> tuple:
-    (codes, low_scale), (B, _, D) = keys, q.shape
-    tokens, width = codes.shape[2:]
-    bits = width * 8 // D
-    need(bits in (2, 4), f"codes of keys are of 2 or 4 bits, not {list(codes.shape)}")
-    given = {"codes of keys": (codes, torch.uint8, B, Hkv, tokens, D * bits // 8)}
-    check(**given, **{"low_scale of keys": (low_scale, torch.float16, B, Hkv, tokens // 32, D, 2)})
-    need(D % 16 == 0, f"keys in codes need a head dim of whole words, not {D}")
-    stores = codes.view(torch.int32), low_scale.view(torch.int32)
-    steps = Hkv * tokens, tokens, 1
-    return stores, steps, {"CODES": packing_of(bits, 32, width, power2(D, 16) * bits // 8)}
-
-
-@jit
-def _channel_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns, in the order of decoded keys (_columns)."""
-    CODES: tl.constexpr = SHAPE.CODES
-    channel, inside = _columns(CODES)
-    return _load_queries(q_p, channel, inside, SHAPE)
-
-
-@jit
-def _channel_logits(query, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of KIVI's keys. 32 tokens in line are a group: they share a minimum and a
-    scale of each channel."""
-    codes_p, low_scale_p = keys
-    CODES: tl.constexpr = SHAPE.CODES
-    PLANES: tl.constexpr = CODES.PLANES
-    WORDS: tl.constexpr = CODES.RUN // 4
-    T: tl.constexpr = vector.shape[0]
-    word = tl.arange(0, WORDS)[None, :]
-    mask = live[:, None] & (word < CODES.WIDTH // 4)
-    words = tl.load(codes_p + vector[:, None] * (CODES.WIDTH // 4) + word, mask=mask, other=0)
-    group = tl.max(tl.reshape(tl.where(live, vector // 32, -1), [T // 32, 32]), 1)
-    channel, inside = _columns(CODES)
-    mask = (group >= 0)[:, None] & inside[None, :]
-    pairs = tl.load(low_scale_p + group[:, None] * SHAPE.D + channel[None, :], mask=mask, other=0)
-    pairs = tl.reshape(pairs, [T // 32, 1, PLANES, WORDS, 4])
-    words = tl.reshape(words, [T // 32, 32, 1, WORDS, 1])
-    plane, byte = (
-        tl.arange(0, PLANES)[None, None, :, None, None],
-        tl.arange(0, 4)[None, None, None, None, :],
-    )
-    codes, unit = _mantissas(words, plane, byte, CODES.BITS, query.dtype)
-    step = _half_at(pairs, 16) * unit
-    k = codes * step + (_half_at(pairs, 0) - step)
-    k = tl.reshape(k, [T, PLANES * WORDS * 4]).to(query.dtype)
-    return tl.dot(k, query, input_precision="ieee") * scale, k
-
-
-@jit
-def _rank(table_p, row, h, Hkv):
-    """A number of rank_table. The compiler sees that 8 divides it, so that vectors are aligned."""
-    return tl.load(table_p + row * Hkv + h).to(tl.int64) // 8 * 8
-
-
-@jit
-def _ragged_queries(q_p, h, keys, SHAPE: tl.constexpr):
-    """The queries of a group as columns [DP, GP], d_qk, d_v, and the sums of ranks before K' and
-    V'."""
-    _, table_p, _, _, Hkv = keys
-    d, d_qk = tl.arange(0, SHAPE.DP), _rank(table_p, 0, h, Hkv)
-    query, d_v = _load_queries(q_p, d, d < d_qk, SHAPE), _rank(table_p, 1, h, Hkv)
-    return query, d_qk, d_v, _rank(table_p, 2, h, Hkv), _rank(table_p, 3, h, Hkv)
-
-
-@jit
-def _ragged_logits(queries, keys, b, h, vector, place, token, live, scale, SHAPE: tl.constexpr):
-    """Logits [T, GP] of K', and V' [T, DP]. First K' [B, S, d_qk] of each head is stored, then V'
-    [B, S, d_v] of each head."""
-    query, d_qk, d_v, before_k, before_v = queries
-    packed_p, _, B, S, _ = keys
-    d, token = tl.arange(0, SHAPE.DP)[None, :], token.to(tl.int64)[:, None]
-    k_p, v_p = packed_p + (B * before_k + b * d_qk) * S, packed_p + (B * before_v + b * d_v) * S
-    k = tl.load(k_p + token * d_qk + d, mask=live[:, None] & (d < d_qk), other=0.0)
-    v = tl.load(v_p + token * d_v + d, mask=live[:, None] & (d < d_v), other=0.0)
-    return tl.dot(k, query, input_precision="ieee") * scale, v
-
-
-KEYS = {  # kind -> its check, QUERIES, LOGITS
-    **dict.fromkeys(("plain", "mla"), (plain_keys, _plain_queries, _plain_logits)),
-    "latents": (latent_keys, _latent_queries, _latent_logits),
-    "channels": (channel_keys, _channel_queries, _channel_logits),
-    # queries that nothing reads are not loaded
-    "logits": (given_logits, _plain_queries, _given_logits),
-}
-
-
-# ---- formats of values
-
-
-def packed_values(q: Tensor, values: Sequence, bits: int) -> tuple:
-    """(stores, steps, packing) of values. They are plain at 16 bits, else codes, with (minimum,
-    scale) of each group, or one scale a vector."""
-    v, low_scale = (*values, None)[:2]
-    width, paired = v.shape[3], low_scale is not None and low_scale.ndim == 5
-    packing = value_packing(width * 8 // bits if bits < 16 else width, bits, not paired)
-    need(bits == 16 or low_scale is not None, f"values of {bits} bits need low_scale")
-    pairs = (packing.D // packing.GROUP, 2) if paired else ()
-    stored = {"values": (v, q.dtype if bits == 16 else torch.uint8, width)}
-    steps = check_store(
-        *v.shape[:3], **stored, **{"scale of values": (low_scale, torch.float16, *pairs)}
-    )
-    if bits == 16:
-        return (v, None), steps, packing
-    return (
-        (v.view(torch.int32), low_scale.view(torch.int32) if paired else low_scale),
-        steps,
-        packing,
-    )
-
-
-@jit
-def _plain_values(v_p, vector, live, PACKING: tl.constexpr):
-    """V [T, C] of 16 bits or fp32, stored as [.., DV], in the columns of PACKING."""
-    channel, inside = _columns(PACKING)
-    at = v_p + vector[:, None] * PACKING.D + channel[None, :]
-    return tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
-
-
-@jit
-def _code_values(codes_p, pairs_p, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C] of packed codes, words [.., DV * bits / 32] with (minimum, scale) [.., DV / group].
-    With one scale [..] a vector they mean (2 code - 2**bits + 1) scale."""
-    BITS: tl.constexpr = PACKING.BITS
-    PLANES: tl.constexpr = PACKING.PLANES
-    WIDTH: tl.constexpr = PACKING.WIDTH
-    RUNS: tl.constexpr = PACKING.RUNS
-    WORDS: tl.constexpr = PACKING.RUN // 4
-    GROUPS: tl.constexpr = PACKING.D // PACKING.GROUP
-    PAIRED: tl.constexpr = pairs_p.dtype.element_ty == tl.int32
-    T: tl.constexpr = vector.shape[0]
-    # 1. Load words of four bytes [T, 1, RUNS, WORDS, 1], and (minimum, scale) of their groups as
-    # one word. A run has one of these, [T, PLANES, RUNS, 1, 1]. If planes are padded, each word has
-    # one, [T, PLANES, 1, WORDS, 1].
-    word = tl.arange(0, RUNS * WORDS)[None, :]
-    code_at = codes_p + vector[:, None] * (WIDTH // 4) + word
-    code = tl.load(code_at, mask=live[:, None] & (word < WIDTH // 4), other=0)
-    if not PAIRED:
-        # Two vectors' scales as one word: what is loaded ahead has four bytes at least.
-        both = tl.load(
-            pairs_p.to(tl.pointer_type(tl.int32), bitcast=True) + (vector >> 1), mask=live, other=0
-        )
-        half = _half_at(both, ((vector & 1) << 4).to(tl.int32))[:, None, None, None, None]
-        low, step = half * (1.0 - 2**BITS), half * 2
-    elif RUNS * WORDS * 4 == WIDTH:
-        # Groups lie in the order of runs, so that one wide load takes them.
-        group = tl.arange(0, PLANES * RUNS) // (PACKING.GROUP // PACKING.RUN)
-        pair_at = pairs_p + vector[:, None] * GROUPS + group[None, :]
-        pairs = tl.reshape(tl.load(pair_at, mask=live[:, None], other=0), [T, PLANES, RUNS, 1, 1])
-    else:
-        channel = (tl.arange(0, PLANES) * WIDTH)[:, None] + (tl.arange(0, WORDS) * 4)[None, :]
-        group = tl.minimum(channel, PACKING.D - 1) // PACKING.GROUP
-        pair_at = pairs_p + vector[:, None, None] * GROUPS + group[None, :, :]
-        pairs = tl.load(pair_at, mask=live[:, None, None], other=0)[:, :, None, :, None]
-    # 2. Decode.
-    plane, byte = (
-        tl.arange(0, PLANES)[None, :, None, None, None],
-        tl.arange(0, 4)[None, None, None, None, :],
-    )
-    code, unit = _mantissas(tl.reshape(code, [T, 1, RUNS, WORDS, 1]), plane, byte, BITS, dtype)
-    if PAIRED:
-        low, step = _half_at(pairs, 0), _half_at(pairs, 16)
-    step = step * unit
-    v = code * step + (low - step)
-    return tl.reshape(v, [T, PLANES * RUNS * PACKING.RUN]).to(dtype)
-
-
-@jit
-def _values(values, k, vector, live, dtype: tl.constexpr, PACKING: tl.constexpr):
-    """V [T, C], plain or decoded. Without stored values V is the keys k."""
-    values_p, pairs_p = values
-    if values_p is None:
-        return k
-    elif pairs_p is None:
-        return _plain_values(values_p, vector, live, PACKING)
-    else:
-        return _code_values(values_p, pairs_p, vector, live, dtype, PACKING)
-
-
-# ---- the kernel, and the one that joins its splits
-
-
-@jit
-def _attend_tile(logits, live, v, top, total, out):
-    """A step of online softmax: logits [T, GP] in log2 units, live [T], v [T, C] -> top [GP], total
-    [T, GP], out [C, GP] with this tile. total is summed over T at the end. With one query out is
-    [T, C], and is summed at the end, too."""
-    logits = tl.where(live[:, None], logits, -1e30)
-    new_top = tl.maximum(top, tl.max(logits, 0))
-    weight = tl.where(live[:, None], tl.exp2(logits - new_top[None, :]), 0.0)
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink[None, :] + weight
-    if logits.shape[1] == 1:
-        out = out * shrink[None, :] + v * weight
-    else:
-        out = tl.dot(tl.trans(v), weight.to(v.dtype), out * shrink[None, :], input_precision="ieee")
-    return new_top, total, out
-
-
-@jit
-def _attend_kernel(
-    q_p,  # [B, Hq, D]
-    keys,  # what the format of keys stores
-    values,  # what packed_values gives
-    index_p,  # [B, sets, n] int32, -1: no token; None: all tokens that are not in the window
-    index_step,  # numbers between two rows of the index
-    window_k_p,  # exact keys [B, z, Hkv, D] after RoPE; None: there is no window
-    window_v_p,  # [B, z, Hkv, DV]
-    pos_p,  # [B] int32
-    max_p,  # [B, Hq, splits] fp32; None: there is one split
-    sum_p,  # [B, Hq, splits] fp32
-    out_p,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
-    key_steps,  # vectors of keys between two rows of the batch, two KV heads and two tokens
-    value_steps,  # the same of values
-    n,  # tokens of an index; without one of the stores
+def _attend_latents_kernel(
+    q_ptr,  # [B, Hq, D]
+    latent_ptr,  # [B, Hkv, S, R8]: int8 codes of the leading dims, or all dims of q's dtype
+    latent_scale_ptr,  # [B, Hkv, S] fp32; None: latents are no codes
+    int4_ptr,  # [B, Hkv, S, N4] uint8: the other dims, two in a byte; None: there are none
+    basis_ptr,  # [Hkv, DP, R8 + 2 N4] int8 or of q's dtype, RoPE pairs side by side
+    basis_scale_ptr,  # [Hkv, DP] fp32; None
+    bias_ptr,  # [Hkv, DP] fp32, in units of the scale; None
+    rope_ptr,  # [>= S, D/2] cos and sin: words of two halves, or pairs of fp32 numbers
+    v_ptr,  # words of codes [B, Hkv, S, DV * bits / 32] int32, or plain [B, Hkv, S, DV]
+    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] or a scale [B, Hkv, S]; None: plain
+    index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
+    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV]
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    latent_strides,  # vectors between two rows of the batch, two KV heads (0: shared), two tokens
+    v_strides,
+    n,  # tokens of the index; without one of the store
+    sets,  # of the index
+    index_stride,  # numbers between two rows of it
     z,
-    sets,  # of an index
     Hkv,
-    scale,
-    QUERIES: tl.constexpr,  # the two functions of the format of keys
-    LOGITS: tl.constexpr,
-    SHAPE: tl.constexpr,
-    PACKING: tl.constexpr,  # of values
-):
-    """out = softmax(scale q K^T) V over stored tokens, which are cut into splits, and an exact
-    window.
-
-    A program takes the queries of a KV head. If each query head has its own index, it takes one
-    query."""
-    _wait_for_previous()
-    split, splits = tl.program_id(0), tl.num_programs(0)
-    p, programs, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
-    h = p * Hkv // programs
-    GP: tl.constexpr = SHAPE.GP
-    T: tl.constexpr = SHAPE.T
-    C: tl.constexpr = PACKING.COLUMNS
-    # 1. The tokens of this split.
-    pos = tl.load(pos_p + b)
-    length = n
-    if index_p is None:
-        length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
-    # The last split has the window, too, and fewer of the others.
-    share = tl.cdiv(tl.cdiv(length, T) + (0 if window_k_p is None else tl.cdiv(z, T)), splits)
-    first, stop = split * share, tl.minimum((split + 1) * share, tl.cdiv(length, T))
-    place = first * T + tl.arange(0, T)
-    if index_p is not None:
-        index_p += b * index_step + p * sets // programs * n
-        # One tile ahead: a load is not prefetched if it waits for the load of its index.
-        ahead = tl.load(index_p + place, mask=place < n, other=-1)
-    # 2. The queries, and a softmax of nothing.
-    head_row = (b * programs + p) * SHAPE.G
-    queries = QUERIES(q_p + head_row * SHAPE.D, h, keys, SHAPE)
-    top = tl.full([GP], -1e30, tl.float32)
-    total = tl.zeros([T, GP], tl.float32)
-    out = tl.zeros([T, C] if GP == 1 else [C, GP], tl.float32)
-    # 3. The exact window, in the last split.
-    if window_k_p is not None:
-        if split == splits - 1:
-            exact_k = (window_k_p,)
-            exact = _plain_queries(q_p + head_row * SHAPE.D, h, exact_k, SHAPE)
-            for start in tl.range(0, z, T, num_stages=1):
-                slot = start + tl.arange(0, T)
-                live = (slot < z) & (slot <= pos)  # slots fill from the left
-                vector = (b * z + slot) * Hkv + h
-                logits, _ = _plain_logits(
-                    exact, exact_k, b, h, vector, slot, slot, live, scale, SHAPE
-                )
-                v = _plain_values(window_v_p, vector, live, PACKING)
-                top, total, out = _attend_tile(logits, live, v, top, total, out)
-    # 4. The stored tokens.
-    for tile in tl.range(first, stop, num_stages=SHAPE.STAGES):
-        place = tile * T + tl.arange(0, T)
-        if index_p is not None:
-            token = ahead
-            live = token >= 0
-            ahead = tl.load(index_p + place + T, mask=place + T < n, other=-1)
-        else:
-            token = place
-            live = place < length
-        key_vector = b * key_steps[0] + h * key_steps[1] + token.to(tl.int64) * key_steps[2]
-        value_vector = b * value_steps[0] + h * value_steps[1] + token.to(tl.int64) * value_steps[2]
-        logits, k = LOGITS(queries, keys, b, h, key_vector, place, token, live, scale, SHAPE)
-        v = _values(values, k, value_vector, live, q_p.dtype.element_ty, PACKING)
-        if not SHAPE.EARLY or tile < stop:
-            top, total, out = _attend_tile(logits, live, v, top, total, out)
-    # 5. The result, or this split's part of it.
-    total = tl.sum(total, 0)
-    if GP == 1:
-        out = tl.sum(out, 0)[:, None]
-    g = tl.arange(0, GP)
-    channel, inside = _columns(PACKING)
-    at = (head_row + g) * splits + split
-    if max_p is None:
-        out = out / total[None, :]
-    else:
-        tl.store(max_p + at, top, mask=g < SHAPE.G)
-        tl.store(sum_p + at, total, mask=g < SHAPE.G)
-    mask = inside[:, None] & (g < SHAPE.G)[None, :]
-    out_at = out_p + at[None, :] * PACKING.D + channel[:, None]
-    tl.store(out_at, out.to(out_p.dtype.element_ty), mask=mask)
-
-
-@jit
-def _merge_kernel(
-    max_p,  # of _attend_kernel [B, Hq, splits]
-    sum_p,  # [B, Hq, splits]
-    part_p,  # [B, Hq, splits, D]
-    out_p,  # [B, Hq, D]
-    splits,
+    scale,  # with log2(e)
+    G: tl.constexpr,  # queries of a program
+    GP: tl.constexpr,  # padded
     D: tl.constexpr,
-    SB: tl.constexpr,  # splits at a time
+    DV: tl.constexpr,
+    R8: tl.constexpr,  # dims of a latent that are no 4-bit codes
+    N4: tl.constexpr,  # bytes of 4-bit codes
+    RB: tl.constexpr,  # dims of a product
+    HELD: tl.constexpr,  # does a product take all R8 dims? The basis then stays in shared memory
+    WIDE: tl.constexpr,  # if so: bytes of a first product of 4-bit dims
+    NARROW: tl.constexpr,  # and of a second one; 0: one suffices
+    PACKING: tl.constexpr,  # of the values' codes; None: they are plain
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
 ):
-    """out = sum of exp2(max) part / sum of exp2(max) sum, over a head's splits, SB at a time."""
+    """out = softmax(scale q K^T) V, with K = RoPE(latent basis^T + bias)."""
     _wait_for_previous()
-    _let_next_begin()
-    head, d = tl.program_id(0).to(tl.int64), tl.arange(0, _padded(D))
-    top, total = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32)
-    out = tl.zeros(d.shape, tl.float32)
-    for start in range(0, splits, SB):
-        part = start + tl.arange(0, SB)
-        at = head * splits + part
-        tops = tl.load(max_p + at, mask=part < splits, other=-1e30)
-        sums = tl.load(sum_p + at, mask=part < splits, other=0.0)
-        mask = (part < splits)[:, None] & (d < D)[None, :]
-        numbers = tl.load(part_p + at[:, None] * D + d[None, :], mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        weight = tl.exp2(tops - new_top)
-        total = total * tl.exp2(top - new_top) + tl.sum(sums * weight, 0)
-        out = out * tl.exp2(top - new_top) + tl.sum(numbers * weight[:, None], 0)
-        top = new_top
-    tl.store(out_p + head * D + d, (out / total).to(out_p.dtype.element_ty), mask=d < D)
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    p = tl.program_id(1)
+    programs = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    h = p * Hkv // programs
+    first_head = (b * programs + p) * G
+    pos = tl.load(pos_ptr + b)
+    CODED: tl.constexpr = latent_scale_ptr is not None
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if CODED else tl.float32
+    LARGE: tl.constexpr = _largest_sum(dtype) if CODED else 1.0
+    DP: tl.constexpr = _padded(D, 16)
+    R: tl.constexpr = R8 + 2 * N4
+    d = tl.arange(0, DP)
+    dims = tl.arange(0, RB)
+    if PACKING is None:
+        channel = tl.arange(0, _padded(DV, 16))
+        has_channel = channel < DV
+    else:
+        channel, has_channel = _columns(PACKING)
+
+    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    length = n
+    if index_ptr is None:
+        length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+    if index_ptr is not None:
+        index_ptr += b * index_stride + p * sets // programs * n
+        # One tile ahead: a load is not prefetched if it waits for the load of its index.
+        offs = first * T + tl.arange(0, T)
+        next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
+
+    # 2. The queries, in the order of the basis, with its scales; and as much of the basis as stays.
+    query = _load_queries(q_ptr + first_head * D, d // 2 + (d % 2) * (D // 2), D, G, GP)
+    if D < DP:
+        query = tl.where((d < D)[:, None], query, 0.0).to(dtype)
+    if CODED:
+        basis_scale = tl.load(basis_scale_ptr + h * DP + d) * LARGE
+        query = (query * basis_scale[:, None]).to(dtype)
+    if HELD:
+        basis = _load_basis(basis_ptr, h, dims, dims < R8, DP, R)
+        if N4 > 0:
+            wide = tl.arange(0, WIDE)
+            wide_low = _load_basis(basis_ptr, h, R8 + wide, wide < N4, DP, R)
+            wide_high = _load_basis(basis_ptr, h, R8 + N4 + wide, wide < N4, DP, R)
+            if NARROW > 0:
+                narrow = WIDE + tl.arange(0, NARROW)
+                narrow_low = _load_basis(basis_ptr, h, R8 + narrow, narrow < N4, DP, R)
+                narrow_high = _load_basis(basis_ptr, h, R8 + N4 + narrow, narrow < N4, DP, R)
+
+    # 3. A softmax of the exact tokens, or of nothing.
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([channel.shape[0], GP], tl.float32)
+    if exact_k_ptr is not None:
+        if split == splits - 1:
+            m, l, acc = _attend_exact(
+                q_ptr + first_head * D,
+                exact_k_ptr,
+                exact_v_ptr,
+                b,
+                h,
+                Hkv,
+                pos,
+                z,
+                scale,
+                m,
+                l,
+                acc,
+                channel,
+                has_channel,
+                G,
+                GP,
+                D,
+                DV,
+                T,
+            )
+
+    # 4. The stored tokens.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        offs = tile * T + tl.arange(0, T)
+        if index_ptr is None:
+            token = offs
+            live = offs < length
+        else:
+            token = next_token
+            live = token >= 0
+            next_token = tl.load(index_ptr + offs + T, mask=offs + T < n, other=-1)
+        token = token.to(tl.int64)
+        vector = b * latent_strides[0] + h * latent_strides[1] + token * latent_strides[2]
+
+        # Rebuild the keys, [T, DP]: latent times basis,
+        k = tl.zeros([T, DP], SUM)
+        for start in range(0, R8, RB):
+            inside = dims + start < R8
+            latent_at = latent_ptr + vector[:, None] * R8 + (dims + start)[None, :]
+            latent = tl.load(latent_at, mask=live[:, None] & inside[None, :], other=0.0)
+            right = basis if HELD else _load_basis(basis_ptr, h, dims + start, inside, DP, R)
+            k = tl.dot(latent, right, k, input_precision="ieee", out_dtype=SUM)
+        if N4 > 0:
+            if HELD:
+                k = _add_int4(k, int4_ptr, vector, live, wide, wide_low, wide_high, N4)
+                if NARROW > 0:
+                    k = _add_int4(k, int4_ptr, vector, live, narrow, narrow_low, narrow_high, N4)
+            else:
+                for start in range(0, N4, RB // 2):  # a byte has two dims
+                    byte = start + tl.arange(0, RB // 2)
+                    low = _load_basis(basis_ptr, h, R8 + byte, byte < N4, DP, R)
+                    high = _load_basis(basis_ptr, h, R8 + N4 + byte, byte < N4, DP, R)
+                    k = _add_int4(k, int4_ptr, vector, live, byte, low, high, N4)
+        # times the latent's scale, and the bias.
+        if CODED:
+            latent_scale = tl.load(latent_scale_ptr + vector, mask=live, other=0.0) / LARGE
+            k = k.to(tl.float32) * latent_scale[:, None]
+        if bias_ptr is not None:
+            k += (tl.load(bias_ptr + h * DP + d) / LARGE)[None, :]
+
+        # Rotate them. The halves of a RoPE pair lie side by side, in one thread.
+        pair = tl.arange(0, DP // 2)
+        rope_at = token[:, None] * (D // 2) + pair[None, :]
+        cos, sin = _load_rope(rope_ptr, rope_at, live[:, None] & (pair < D // 2)[None, :])
+        x, y = tl.split(tl.reshape(k, [T, DP // 2, 2]))
+        k = tl.reshape(tl.join(x * cos - y * sin, y * cos + x * sin), [T, DP]).to(dtype)
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
+
+        # Attend.
+        v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
+        if PACKING is None:
+            v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
+            v = tl.load(v_at, mask=live[:, None] & has_channel[None, :], other=0.0)
+        else:
+            v = _decode_values(v_ptr, v_scale_ptr, v_vector, live, dtype, PACKING)
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(v), weight.to(v.dtype), acc, input_precision="ieee")
+        m = m_new
+
+    # 5. The result, or this split's part of it.
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        channel,
+        has_channel,
+        G,
+        GP,
+        DV,
+    )
 
 
-def split_outputs(q: Tensor, splits: int, D: int) -> tuple[Tensor, tuple]:
-    """Empty tensors for a launch: the result [B, Hq, D], and the parts, (maximum [B, Hq, splits],
-    sum [B, Hq, splits], part [B, Hq, splits, D]) in fp32. With one split the parts are (None, None,
-    result)."""
-    out = torch.empty(*q.shape[:2], D, dtype=q.dtype, device=q.device)
-    if splits == 1:
-        return out, (None, None, out)
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    return out, (*empty(2, *q.shape[:2], splits), empty(*q.shape[:2], splits, D))
+class LatentsConfig(NamedTuple):
+    """How a launch multiplies latents with the basis, and in which tiles."""
+
+    RB: int  # dims of a product
+    HELD: bool  # does it take all that are no 4-bit codes?
+    WIDE: int  # bytes of 4-bit codes of a first product, a power of two
+    NARROW: int  # of a second one
+    T: int  # tokens of a tile
+    warps: int
+    STAGES: int  # tiles in flight
 
 
-def merge_splits(out: Tensor, parts: tuple) -> Tensor:
-    """out, joined from the parts of split_outputs by log-sum-exp."""
-    if parts[0] is not None:
-        splits, D = parts[2].shape[2:]
-        many = splits > 16 and D <= 128  # wider ones would run out of registers
-        SB, warps = (64, 2) if many else (min(16, power2(splits)), 1)
-        _merge_kernel[out.numel() // D,](
-            *parts, out, splits, D, SB, num_warps=warps, **overlapped(out.device)
-        )
-    return out
+def latents_config(
+    dtype: torch.dtype, R8: int, N4: int, coded: bool, DV: int, plain_v: bool, is_large: bool
+) -> LatentsConfig:
+    """is_large: has_large_shared_memory. Measured on an H200."""
+    itemsize = 4 if dtype == torch.float32 else 1 if coded else 2
+    R = R8 + 2 * N4
+    # The basis stays in shared memory if it fits: 64 KB of a head of 128 dims in large shared
+    # memory beside latents that are no codes, else 32 KB. Otherwise each tile loads it again, in
+    # lines of 128 bytes.
+    held_bytes = 512 if is_large and N4 == 0 else 256
+    if power2(R, 32) * itemsize <= held_bytes:
+        RB, held = power2(R8, 32), True
+    else:
+        RB, held = 128 // itemsize, False
+        if N4:
+            RB = max(RB, 64)  # a byte holds two dims, and an int8 product takes 32
+    # A first product takes the largest power of two of bytes, or all if these are few.
+    wide = power2(N4, 32) if N4 < 64 else power2(N4 + 1) // 2
+    narrow = power2(N4 - wide, 32) if N4 > wide else 0
+    T, warps, stages = 64, 4, 2
+    if itemsize == 4:
+        T = 32
+    elif is_large and not (plain_v and DV >= 128):  # these leave no room for a third
+        stages = 3
+    return LatentsConfig(RB, held, wide, narrow, T, warps, stages)
 
 
-# Another function that attends, which launch_attend asks first: it returns None where it is not
-# faster. extras/hopper.py sets it when it is imported.
-faster_attend = None
+# Another function that does what launch_attend_latents does, which it asks first; it returns None
+# where it is not faster. extras/hopper.py sets it when it is imported.
+faster_attend_latents = None
 
 
-def attended(q: Tensor, kind: str, keys: Sequence, values: Sequence, bits: int, *_) -> Tensor:
-    """The shape of what attend gives."""
-    return q.new_empty(*q.shape[:2], values[0].shape[3] * max(1, 8 // bits))
-
-
-@operator(attended)
-def launch_attend(
+def empty_attend_latents(
     q: Tensor,
-    kind: str,
-    keys: Sequence[Tensor | None],
-    values: Sequence[Tensor | None],
+    latent: Tensor,
+    latent_scale: Tensor | None,
+    int4_dims: Tensor | None,
+    basis: Tensor,
+    basis_scale: Tensor | None,
+    bias: Tensor | None,
+    rope: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None,
+    bits: int,
+    *_: object,
+) -> Tensor:
+    """An empty tensor of the shape that launch_attend_latents gives."""
+    return q.new_empty(*q.shape[:2], v.shape[3] * max(1, 8 // bits))
+
+
+@operator(empty_attend_latents)
+def launch_attend_latents(
+    q: Tensor,
+    latent: Tensor,
+    latent_scale: Tensor | None,
+    int4_dims: Tensor | None,
+    basis: Tensor,
+    basis_scale: Tensor | None,
+    bias: Tensor | None,
+    rope: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None,
     bits: int,
     pos: Tensor,
     index: Tensor | None,
-    window: Sequence[Tensor],
+    exact: Sequence[Tensor],
     scale: float,
 ) -> Tensor:
-    """attend, over what stores hold: views [B, Hkv, S, width] (check_store), unless a shape is
-    given. kind of the keys:
-        plain    k [.., D] of q's dtype
-        mla      the same; values are a key's DV leading numbers
-        latents  latent [.., r]; its scale [B, Hkv, S] fp32, or None; the rest of its dims [.., n]
-                 uint8, two
-                 in a byte (quantize_mixed), or None; basis [Hkv, DP, r + 2n] of interleave_rope;
-                 its scale [Hkv, DP, 1] fp32, or None; bias [Hkv, DP, 1] fp32 in units of the scale,
-                 or None; rope [>= S, D/2, 2] of rope_pairs. A key is RoPE(latent basis^T + bias).
-                 Latent and basis are int8 with scales, or of q's dtype without
-        channels codes [B, Hkv, 32 n, D * bits / 8] uint8 of n groups of 32 tokens; low_scale
-                 [B, Hkv, n, D, 2] fp16
-        logits   no keys, but their logits [B, Hkv, G, n] fp32, each query's in line. They belong
-                 to the
-                 tokens of an index [B, n]; without one to all values are v [.., DV] of q's dtype at
-    16 bits. Below they are codes [.., DV * bits / 8] uint8 and low_scale [.., DV / group, 2] fp16,
-    or one scale [B, Hkv, S] fp16 a vector. index is int32; of channels there is none. window is
-    exact keys and values [B, z, Hkv, D and DV], which fill from the left, or ()."""
-    (B, Hq, D), (Hkv, n, DV) = q.shape, values[0].shape[1:]
+    """Attention of one new token of each row over keys rebuilt from latents, RoPE(latent basis^T +
+    bias): q [B, Hq, D] after RoPE -> [B, Hq, DV].
+
+    Stores are views [B, Hkv, S, *] (check_store); heads that share latents have a stride of 0.
+        latent, latent_scale, int4_dims    in codes: int8 [.., R8], fp32 [..], uint8 [.., N4] of two
+                                           dims each (quantize_mixed); else [.., R8] of q's dtype,
+                                           None, None
+        basis, basis_scale, bias           [Hkv, DP, R8 + 2 N4] of interleave_rope, int8 with a
+                                           scale [Hkv, DP, 1] fp32, or of q's dtype and None; bias
+                                           [Hkv, DP, 1] fp32 in units of the scale, or None
+        rope                               [>= S, D/2, 2] of rope_pairs
+        v, v_scale, bits                   of 16 bits [.., DV] of q's dtype, and None; of 2 or 4
+                                           bits as check_coded_values says
+    index [B, n], [B, Hkv, n] or [B, Hq, n] int32: the tokens that are attended, -1 for none; None:
+    all up to pos [B] int32. exact: (), or keys and values [B, z, Hkv, *] that are attended besides,
+    without an index in the place of the z last tokens; their slots fill from the left."""
+    B, Hq, D = q.shape
+    _, Hkv, S, R8 = latent.shape
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    tokens = n if kind == "logits" else keys[0].shape[2]
-    need(tokens >= n, f"keys of {tokens} tokens do not fit values of {n}")
-    check_keys, *functions = KEYS[kind]
-    key_stores, key_steps, sizes = check_keys(q, keys, Hkv)
-    value_stores, value_steps, packing = (
-        (None, None),
-        (0, 0, 0),
-        packing_of(16, 1, DV, power2(D, 16)),
-    )
-    if kind != "mla":
-        value_stores, value_steps, packing = packed_values(q, values, bits)
-    chosen = torch.Size([B, n]) if index is None else index.shape
+    coded = latent_scale is not None
     need(
-        len(chosen) in (2, 3) and chosen[0] == B, f"index must be [{B}, .., n], not {list(chosen)}"
+        (int4_dims is not None) == (basis_scale is not None) == coded,
+        "codes of latents have scales, dims in 4 bits, and a basis with scales",
     )
-    n, sets = chosen[-1], chosen[1:-1].numel()
-    need(
-        sets in (1, Hkv, Hq), f"index must have a set a row, a KV head or a query head, not {sets}"
-    )
-    z = window[0].shape[1] if window else 0
-    beside = zip(("window keys", "window values"), window, (D, packing.D), strict=False)
-    exact = {name: (x, q.dtype, B, z, Hkv, width) for name, x, width in beside}
-    step, entry = (0, None) if index is None else (index.stride(0), index[0])
-    given = {"q": (q, q.dtype, B, Hq, D), "index": (entry, torch.int32, *chosen[1:])}
-    check(pos=(pos, torch.int32, B), **given, **exact)
-    if faster_attend is not None:
-        made = faster_attend(
-            q, kind, keys, values, bits, pos, index, window, scale, key_stores, value_stores
-        )
-        if made is not None:
-            return made
-    programs = max(Hkv, sets)  # of a row and split
-    G = Hq // programs
-    T, warps, stages, fill = attend_config(
-        kind, G, packing.D, bits, q.element_size(), roomy(q.device)
-    )
-    need(kind != "channels" or index is None, "of channels all tokens are attended")
-    # two products of wgmma keep two tiles in shared memory: the branch reads the older
-    if kind == "mla":
-        sizes["EARLY"] = q.element_size() == 2 and D > 32 and nvidia_generation(q.device) == 9
-    # Tensor cores take 8 queries at least, and keys that are no codes faster with 16.
-    uncoded = kind in ("plain", "mla") or kind == "latents" and keys[1] is None
-    GP = 1 if G == 1 and kind == "logits" else power2(G, 16 if uncoded else 8)
-    SHAPE = Shape(G, GP, D, power2(D, 16), T, stages, **sizes)
-    splits = attend_splits(n, B * programs, fill)
-    out, parts = split_outputs(q, splits, packing.D)
-    _attend_kernel[splits, programs, B](
-        q,
-        key_stores,
-        value_stores,
-        index,
-        step,
-        *(window or (None, None)),
-        pos,
-        *parts,
-        key_steps,
-        value_steps,
-        n,
-        z,
-        sets,
+    N4 = int4_dims.shape[3] if coded else 0
+    DP = power2(D, 16)
+    latent_dtype = torch.int8 if coded else q.dtype
+    latent_strides = check_store(
+        B,
         Hkv,
-        scale * LOG2E,
-        *functions,
-        SHAPE,
-        packing,
+        S,
+        **{
+            "latents": (latent, latent_dtype, R8),
+            "scale of latents": (latent_scale, torch.float32),
+            "4-bit dims of latents": (int4_dims, torch.uint8, N4),
+        },
+    )
+    need(len(rope) >= S, f"rope has {len(rope)} positions, the cache {S}")
+    check(
+        q=(q, q.dtype, B, Hq, D),
+        pos=(pos, torch.int32, B),
+        rope=(rope, rope_dtype(q.dtype), len(rope), D // 2, 2),
+        basis_scale=(basis_scale, torch.float32, Hkv, DP, 1),
+        **{
+            "basis (of interleave_rope)": (basis, latent_dtype, Hkv, DP, R8 + 2 * N4),
+            "bias (of interleave_rope)": (bias, torch.float32, Hkv, DP, 1),
+        },
+    )
+    if bits == 16:
+        packing = None
+        DV = v.shape[3]
+        v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
+        v_words, v_scale_words = v, None
+    else:
+        need(v_scale is not None, f"values of {bits} bits need a scale")
+        packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
+        DV = packing.D
+        v_words, v_scale_words = as_words(v, v_scale)
+    chosen = check_index(index, B, Hkv, Hq, S)
+    z = check_exact(exact, q, Hkv, DV)
+    exact_k, exact_v = exact or (None, None)
+    if faster_attend_latents is not None:
+        out = faster_attend_latents(
+            q,
+            latent,
+            latent_scale,
+            int4_dims,
+            basis,
+            basis_scale,
+            bias,
+            rope,
+            v,
+            v_scale,
+            bits,
+            pos,
+            index,
+            exact,
+            scale,
+        )
+        if out is not None:
+            return out
+    programs = max(Hkv, chosen.sets)
+    G = Hq // programs
+    config = latents_config(
+        q.dtype, R8, N4, coded, DV, packing is None, has_large_shared_memory(q.device)
+    )
+    # Two programs a multiprocessor, since the basis takes most of the shared memory; fp32 is for
+    # tests.
+    programs_a_sm = 4 if q.element_size() == 4 else 2
+    splits = attend_splits(chosen.n, B * programs, programs_a_sm)
+    parts = empty_splits(q, splits, DV)
+    _attend_latents_kernel[splits, programs, B](
+        q_ptr=q,
+        latent_ptr=latent,
+        latent_scale_ptr=latent_scale,
+        int4_ptr=int4_dims,
+        basis_ptr=basis,
+        basis_scale_ptr=basis_scale,
+        bias_ptr=bias,
+        rope_ptr=rope if q.element_size() == 4 else rope.view(torch.int32),
+        v_ptr=v_words,
+        v_scale_ptr=v_scale_words,
+        index_ptr=index,
+        exact_k_ptr=exact_k,
+        exact_v_ptr=exact_v,
+        pos_ptr=pos,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        latent_strides=latent_strides,
+        v_strides=v_strides,
+        n=chosen.n,
+        sets=chosen.sets,
+        index_stride=chosen.stride,
+        z=z,
+        Hkv=Hkv,
+        scale=scale * LOG2E,
+        G=G,
+        # Tensor cores take 8 queries at least, and rebuilt 16-bit keys faster with 16.
+        GP=power2(G, 8 if coded else 16),
+        D=D,
+        DV=DV,
+        R8=R8,
+        N4=N4,
+        RB=config.RB,
+        HELD=config.HELD,
+        WIDE=config.WIDE,
+        NARROW=config.NARROW,
+        PACKING=packing,
+        T=config.T,
+        STAGES=config.STAGES,
+        num_warps=config.warps,
+        **overlapped(q.device),
+    )
+    return merge_splits(parts, q)
+
+
+# ---------------------------------------------------------- attention: keys in channel codes (KIVI)
+# 32 tokens in line are a group: they share a minimum and a scale of each channel of the keys.
+# Values are in codes per token. All tokens are attended but the last ones, which are exact. It
+# needs the shared blocks of the kernels that attend, and of those that decode codes.
+
+
+def attend_channels_reference(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    live: Tensor,
+    scale: float,
+) -> Tensor:
+    """What the kernel computes, in PyTorch, on decoded values and without exact tokens: k_codes
+    [B, Hkv, S, D * bits / 8] uint8, k_scale [B, Hkv, S / 32, D, 2] fp16 (minimum, scale), v
+    [B, Hkv, S, DV], live [B, S] bool -> [B, Hq, DV]."""
+    bits = 8 * k_codes.shape[3] // q.shape[2]
+    codes = unpack(k_codes, bits).to(q.dtype).unflatten(2, (-1, 32))  # [B, Hkv, S / 32, 32, D]
+    low, step = k_scale.to(q.dtype)[:, :, :, None].unbind(-1)
+    k = (codes * step + low).flatten(2, 3)
+    return attend_plain_reference(q, k, v, live, scale)
+
+
+@jit
+def _attend_channels_kernel(
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # words of codes [B, Hkv, k_tokens, D * bits / 32] int32
+    k_scale_ptr,  # (minimum, scale) words [B, Hkv, k_tokens / 32, D] int32
+    v_ptr,  # words of codes [B, Hkv, S, DV * bits / 32] int32
+    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] int32, or a scale [B, Hkv, S] fp16
+    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV]
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    v_strides,  # vectors between two rows of the batch, two KV heads and two tokens
+    k_tokens,  # of the keys' store, whole groups
+    S,
+    z,
+    scale,  # with log2(e)
+    G: tl.constexpr,
+    GP: tl.constexpr,  # G, padded
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    KEYS: tl.constexpr,  # the packing of keys: one run, for all channels of a plane
+    VALUES: tl.constexpr,  # the packing of values
+    T: tl.constexpr,  # tokens of a tile, whole groups
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = softmax(scale q K^T) V."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    Hkv = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    first_head = (b * Hkv + h) * G
+    pos = tl.load(pos_ptr + b)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    PLANES: tl.constexpr = KEYS.PLANES
+    WORDS: tl.constexpr = KEYS.RUN // 4
+    k_channel, has_k_channel = _columns(KEYS)
+    channel, has_channel = _columns(VALUES)
+    word = tl.arange(0, WORDS)[None, :]
+    plane = tl.arange(0, PLANES)[None, None, :, None, None]
+    byte = tl.arange(0, 4)[None, None, None, None, :]
+
+    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    length = tl.minimum(tl.maximum(pos + 1 - z, 0), S)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+
+    # 2. The queries, in the order of decoded keys; a softmax of the exact tokens, or of nothing.
+    query = _load_queries(q_ptr + first_head * D, tl.where(has_k_channel, k_channel, D), D, G, GP)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([VALUES.COLUMNS, GP], tl.float32)
+    if exact_k_ptr is not None:
+        if split == splits - 1:
+            m, l, acc = _attend_exact(
+                q_ptr + first_head * D,
+                exact_k_ptr,
+                exact_v_ptr,
+                b,
+                h,
+                Hkv,
+                pos,
+                z,
+                scale,
+                m,
+                l,
+                acc,
+                channel,
+                has_channel,
+                G,
+                GP,
+                D,
+                DV,
+                T,
+            )
+
+    # 3. The coded tokens.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = token < length
+
+        # Decode the keys, [T, columns]: each group has a minimum and a scale of each channel.
+        k_vector = (b * Hkv + h) * k_tokens + token
+        words_at = k_ptr + k_vector[:, None] * (KEYS.WIDTH // 4) + word
+        words = tl.load(words_at, mask=live[:, None] & (word < KEYS.WIDTH // 4), other=0)
+        group = tl.max(tl.reshape(tl.where(live, k_vector // 32, -1), [T // 32, 32]), 1)
+        pair_at = k_scale_ptr + group[:, None] * D + k_channel[None, :]
+        pairs = tl.load(pair_at, mask=(group >= 0)[:, None] & has_k_channel[None, :], other=0)
+        pairs = tl.reshape(pairs, [T // 32, 1, PLANES, WORDS, 4])
+        words = tl.reshape(words, [T // 32, 32, 1, WORDS, 1])
+        number, codes_in_one = _mantissas(words, plane, byte, KEYS.BITS, dtype)
+        step = _half_at(pairs, 16) * codes_in_one
+        k = number * step + (_half_at(pairs, 0) - step)
+        k = tl.reshape(k, [T, PLANES * WORDS * 4]).to(dtype)
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
+
+        # Attend.
+        v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
+        v = _decode_values(v_ptr, v_scale_ptr, v_vector, live, dtype, VALUES)
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        acc = acc * shrink[None, :]
+        acc = tl.dot(tl.trans(v), weight.to(v.dtype), acc, input_precision="ieee")
+        m = m_new
+
+    # 4. The result, or this split's part of it.
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        channel,
+        has_channel,
+        G,
+        GP,
+        DV,
+    )
+
+
+# Another function that does what launch_attend_channels does, which it asks first; it returns None
+# where it is not faster. extras/hopper.py sets it when it is imported.
+faster_attend_channels = None
+
+
+def empty_attend_channels(
+    q: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, bits: int, *_: object
+) -> Tensor:
+    """An empty tensor of the shape that launch_attend_channels gives."""
+    return q.new_empty(*q.shape[:2], v.shape[3] * 8 // bits)
+
+
+@operator(empty_attend_channels)
+def launch_attend_channels(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    bits: int,
+    pos: Tensor,
+    exact: Sequence[Tensor],
+    scale: float,
+) -> Tensor:
+    """Attention of one new token of each row over KIVI's codes: q [B, Hq, D] after RoPE ->
+    [B, Hq, DV].
+
+    k [B, Hkv, tokens, D * bits / 8] uint8 of 2 or 4 bits, `tokens` being a multiple of 32, with
+    k_scale [B, Hkv, tokens / 32, D, 2] fp16 (minimum, scale); v, v_scale and their bits as
+    check_coded_values says, of S <= tokens. exact: (), or keys and values [B, z, Hkv, *], which are
+    attended in the place of the z last tokens; their slots fill from the left."""
+    B, Hq, D = q.shape
+    _, Hkv, k_tokens, k_bytes = k.shape
+    S = v.shape[2]
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    need(k_tokens >= S, f"keys of {k_tokens} tokens do not fit values of {S}")
+    k_bits = k_bytes * 8 // D
+    need(k_bits in (2, 4), f"codes of keys are of 2 or 4 bits, not {list(k.shape)}")
+    need(D % 16 == 0, f"keys in codes need a head dim of whole words, not {D}")
+    check(
+        q=(q, q.dtype, B, Hq, D),
+        pos=(pos, torch.int32, B),
+        **{
+            "codes of keys": (k, torch.uint8, B, Hkv, k_tokens, D * k_bits // 8),
+            "scale of keys": (k_scale, torch.float16, B, Hkv, k_tokens // 32, D, 2),
+        },
+    )
+    keys = packing_of(D, k_bits, group=32, run=power2(D, 16) * k_bits // 8)
+    values, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
+    v_words, v_scale_words = as_words(v, v_scale)
+    z = check_exact(exact, q, Hkv, values.D)
+    exact_k, exact_v = exact or (None, None)
+    if faster_attend_channels is not None:
+        out = faster_attend_channels(q, k, k_scale, v, v_scale, bits, pos, exact, scale)
+        if out is not None:
+            return out
+    G = Hq // Hkv
+    T, warps, stages, programs_a_sm = channels_config(q.dtype)
+    splits = attend_splits(S, B * Hkv, programs_a_sm)
+    parts = empty_splits(q, splits, values.D)
+    _attend_channels_kernel[splits, Hkv, B](
+        q_ptr=q,
+        k_ptr=k.view(torch.int32),
+        k_scale_ptr=k_scale.view(torch.int32),
+        v_ptr=v_words,
+        v_scale_ptr=v_scale_words,
+        exact_k_ptr=exact_k,
+        exact_v_ptr=exact_v,
+        pos_ptr=pos,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        v_strides=v_strides,
+        k_tokens=k_tokens,
+        S=S,
+        z=z,
+        scale=scale * LOG2E,
+        G=G,
+        GP=power2(G, 8),  # tensor cores take 8 queries at least
+        D=D,
+        DV=values.D,
+        KEYS=keys,
+        VALUES=values,
+        T=T,
+        STAGES=stages,
         num_warps=warps,
         **overlapped(q.device),
     )
-    return merge_splits(out, parts)
+    return merge_splits(parts, q)
 
 
-def attend_splits(n: int, programs: int, fill: int) -> int:
-    """How many splits n tokens are cut into, so that each multiprocessor has work for `fill`
-    programs."""
-    return max(1, min(cdiv(n, 128), fill * SMS // programs))
-
-
-def attend_config(kind: str, G: int, DV: int, bits: int, itemsize: int, roomy: bool) -> tuple:
-    """(tokens a tile, warps, stages, programs a multiprocessor)."""
-    if kind == "mla":
-        return (16 if itemsize == 4 else 64 if roomy else 32), 4, 2, 1
-    if itemsize == 4:
+def channels_config(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(tokens a tile, warps, tiles in flight, programs a multiprocessor). One warp decodes a group
+    without waiting for others; eight such programs hide the memory's latency. fp32 is for tests."""
+    if dtype == torch.float32:
         return 32, 4, 2, 4
-    # wide plain values beside a basis that is held leave no room for a third stage
-    if kind == "latents":
-        return 64, 4, 3 if roomy and (bits < 16 or DV < 128) else 2, 2
-    if kind == "logits" and bits < 16:
-        return 64, 4 if G > 1 else 2, 2, 6
-    if kind in ("plain", "logits"):
-        return (64, 4, 3, 4) if roomy else (64 if DV <= 128 else 32, 4, 2, 4)
     return 32, 1, 3, 8
 
 
-def attend(
-    q: Tensor,
-    keys,
-    values,
-    pos: Tensor,
-    index: Tensor | None = None,
-    exact: Sequence = (),
-    *,
-    scale: float,
-    kernel: bool,
+# --------------------------------------- attention: latents that all heads share (EliteKV's, MLA's)
+# A latent is the key of every head, and its leading numbers are the value, so that it is read once.
+# It needs the shared block of the kernels that attend; beyond 512 numbers a latent (256 in fp32)
+# the blocks of scores and of given logits, too.
+
+
+@jit
+def _attend_shared_latent_kernel(
+    q_ptr,  # [B, Hq, W]
+    latent_ptr,  # [B, S, W] of q's dtype
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    S,
+    scale,  # with log2(e)
+    G: tl.constexpr,  # all queries
+    GP: tl.constexpr,  # padded
+    W: tl.constexpr,
+    DV: tl.constexpr,
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+    BRANCH: tl.constexpr,  # does the softmax lie in a branch, always taken?
+):
+    """out = softmax(scale q L^T) L[:, :DV], of latents L."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    b = tl.program_id(1).to(tl.int64)
+    WP: tl.constexpr = _padded(W, 16)
+    d = tl.arange(0, WP)
+
+    # 1. The tokens of this split, and the queries.
+    length = tl.minimum(tl.load(pos_ptr + b) + 1, S)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles, splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+    query = _load_queries(q_ptr + b * G * W, d, W, G, GP)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([WP, GP], tl.float32)
+
+    # 2. The tokens. Columns of acc beyond DV are not stored.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        token = (tile * T + tl.arange(0, T)).to(tl.int64)
+        live = token < length
+        latent_at = latent_ptr + (b * S + token)[:, None] * W + d[None, :]
+        latent = tl.load(latent_at, mask=live[:, None] & (d < W)[None, :], other=0.0)
+        logits = tl.dot(latent, query, input_precision="ieee") * scale  # [T, GP]
+        # Two products of wgmma keep two tiles in shared memory. The compiler reads the older in a
+        # branch, so that the next one's loads come before it.
+        if not BRANCH or tile < stop:
+            logits = tl.where(live[:, None], logits, -1e30)
+            m_new = tl.maximum(m, tl.max(logits, 0))
+            weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+            shrink = tl.exp2(m - m_new)
+            l = l * shrink[None, :] + weight
+            acc = acc * shrink[None, :]
+            weight = weight.to(latent.dtype)
+            acc = tl.dot(tl.trans(latent), weight, acc, input_precision="ieee")
+            m = m_new
+
+    # 3. The result, or this split's part of it.
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        b * G,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        d,
+        d < DV,
+        G,
+        GP,
+        DV,
+    )
+
+
+def empty_attend_shared_latent(
+    q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float
 ) -> Tensor:
-    """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
-    [B, Hq, DV].
-
-    keys, values: stores (compress.Store). index [B, Hkv or 1, G or 1, n]: the tokens that are
-    attended, -1 for none; None: all up to pos. exact: no stores, or two of exact keys and values
-    that lie by token (compress.ExactStore), whose tokens are attended besides, or without an index
-    in the place of the last."""
-    unpackable = values.bits < 16 and q.shape[-1] % 16  # see value_packing
-    nothing_chosen = index is not None and not index.numel()
-    if not kernel or unpackable or keys.kind not in KEYS or nothing_chosen:
-        return attend_reference(q, keys, values, pos, index, exact, scale)
-    stored = keys.kind, keys.kernel_form(), values.kernel_form(), values.bits
-    exact = [store.vectors.transpose(1, 2) for store in exact]
-    if index is not None:
-        index = kernel_index(index, n_kv_heads=stored[2][0].shape[1])
-    return launch_attend(q.contiguous(), *stored, pos.int(), index, exact, scale)
+    """An empty tensor of the shape that launch_attend_shared_latent gives."""
+    return q.new_empty(*q.shape[:2], DV)
 
 
-def kernel_index(index: Tensor, n_kv_heads: int) -> Tensor:
-    """An index [B, Hkv or 1, G or 1, n] as launch_attend takes it: int32 [B, n], [B, Hkv, n] or
-    [B, Hq, n]."""
-    if index.shape[1] == index.shape[2] == 1:
-        return index[:, 0, 0].int()  # one set a row: rows may lie apart
-    return index.expand(-1, n_kv_heads, -1, -1).flatten(1, 2).int().contiguous()
-
-
-def attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    live: Tensor,
-    pos: Tensor,
-    exact: Sequence = (),
-    *,
-    scale: float,
-    kernel: bool,
+@operator(empty_attend_shared_latent)
+def launch_attend_shared_latent(
+    q: Tensor, latent: Tensor, pos: Tensor, DV: int, scale: float
 ) -> Tensor:
-    """Attention of one query each, q [B, Hq, D], over the live [B, Hkv, S] of k, v [B, Hkv, S, D],
-    and over exact tokens as in attend."""
-    if kernel:
-        index = torch.arange(k.shape[2], device=q.device).where(live, -1).int()
-        exact = [store.vectors.transpose(1, 2) for store in exact]
-        return launch_attend(q.contiguous(), "plain", [k], [v], 16, pos.int(), index, exact, scale)
-    if exact:  # its slots fill from the left
-        exact_k, exact_v = exact
-        is_filled = torch.arange(exact_k.n_tokens, device=pos.device) <= pos[:, None]  # [B, slots]
-        k = torch.cat((k, exact_k.read_all()), 2)
-        v = torch.cat((v, exact_v.read_all()), 2)
-        live = torch.cat((live, is_filled[:, None].expand(-1, live.shape[1], -1)), -1)
-    return attend_plain(q, k, v, live, scale)
+    """attend_shared_latent, of latents of at most 512 numbers (256 in fp32): q [B, Hq, W], latent
+    [B, S, W] of its dtype, pos [B] int32 -> [B, Hq, DV]."""
+    B, Hq, W = q.shape
+    S = latent.shape[1]
+    check(
+        q=(q, q.dtype, B, Hq, W),
+        latent=(latent, q.dtype, B, S, W),
+        pos=(pos, torch.int32, B),
+    )
+    need(DV <= W, f"a latent of {W} numbers has no value of {DV}")
+    if q.element_size() == 4:
+        T = 16
+    else:
+        T = 64 if has_large_shared_memory(q.device) else 32
+    branch = q.element_size() == 2 and W > 32 and nvidia_generation(q.device) == 9
+    splits = attend_splits(S, B, programs_a_sm=1)  # a tile takes most of the shared memory
+    parts = empty_splits(q, splits, DV)
+    _attend_shared_latent_kernel[splits, B](
+        q_ptr=q,
+        latent_ptr=latent,
+        pos_ptr=pos,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        S=S,
+        scale=scale * LOG2E,
+        G=Hq,
+        GP=power2(Hq, 16),
+        W=W,
+        DV=DV,
+        T=T,
+        STAGES=2,
+        BRANCH=branch,
+        num_warps=4,
+        **overlapped(q.device),
+    )
+    return merge_splits(parts, q)
 
 
-def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Tensor:
-    """Attention whose logits [B, Hkv, G, S] fp32 are there, over the tokens up to pos of v
-    [B, Hkv, S, DV] -> [B, Hkv * G, DV] of v's dtype."""
-    if not kernel:
-        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
-        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
-    q = v.new_empty(len(v), logits.shape[1] * logits.shape[2], 16)  # only its shape is used
-    return launch_attend(q, "logits", [logits], [v], 16, pos.int(), None, [], 1.0)
-
-
-def attend_latent(
+def attend_shared_latent(
     q: Tensor, latent: Tensor, pos: Tensor, DV: int, *, scale: float, kernel: bool
 ) -> Tensor:
     """Attention over latents [B, S, W] that all heads share, as in MLA's absorbed decode: q
@@ -2495,98 +3406,755 @@ def attend_latent(
 
     Sums of latents beyond 512 numbers (256 in fp32) do not fit in a kernel's registers. There
     scores makes the logits, and attend_logits reads the values again."""
-    q, pos, vectors = q.contiguous(), pos.int(), latent[:, None]
+    vectors = latent[:, None]  # [B, 1, S, W]
     if not kernel:
         live = torch.arange(latent.shape[1], device=pos.device) <= pos[:, None]
-        return attend_plain(q, vectors, vectors[..., :DV], live, scale)
+        return attend_plain_reference(q, vectors, vectors[..., :DV], live, scale)
+    q = q.contiguous()
+    pos = pos.int()
     if q.shape[2] * q.element_size() <= 1024:
-        return launch_attend(q, "mla", [vectors], [vectors[..., :DV]], 16, pos, None, [], scale)
-    logits = launch_scores(q[:, None], vectors, None, pos, scale, "each")[:, None]
-    width = math.gcd(512, DV, q.shape[2])  # of blocks, which take the places of KV heads
+        return launch_attend_shared_latent(q, latent, pos, DV, scale)
+    logits = launch_scores(q[:, None], vectors, None, pos, scale, "each")  # [B, 1, Hq, S]
+    # Blocks of a latent take the places of KV heads.
+    width = math.gcd(512, DV, q.shape[2])
     blocks = latent.unflatten(-1, (-1, width))[:, :, : DV // width].transpose(1, 2)
-    out = attend_logits(logits.expand(-1, blocks.shape[1], -1, -1), blocks, pos, kernel=True)
-    return out.unflatten(1, (-1, q.shape[1])).transpose(1, 2).flatten(2)
+    n_blocks = blocks.shape[1]
+    out = attend_logits(logits.expand(-1, n_blocks, -1, -1), blocks, pos, kernel=True)
+    return out.unflatten(1, (n_blocks, -1)).transpose(1, 2).flatten(2)  # [B, Hq, DV]
 
 
-# ---- heads of unequal rank (FDC)
+# ------------------------------------------------------------------------- attention: given logits
+# Softmax and values alone: for H2O, which keeps the weights, for wide latents that all heads share,
+# and for extras/hopper.py, which makes SALS's logits itself. It needs the shared blocks of the
+# kernels that attend, and of those that decode codes.
 
 
-def rank_table(ranks: list[int], device: torch.device) -> Tensor:
-    """attend_ragged's table, int32 [4, Hkv]: each KV head's d_qk, d_v, and the sums of ranks stored
-    before its K' and its V'. ranks: d_qk of all heads, then d_v."""
-    before = itertools.accumulate(ranks[:-1], initial=0)
-    return torch.tensor([*ranks, *before], dtype=torch.int32, device=device).view(4, -1)
+@jit
+def _attend_logits_kernel(
+    q_ptr,  # [B, Hq, D], for the exact tokens
+    logits_ptr,  # [B, Hkv, G, n] fp32: of the index's tokens in their order; without it of all
+    v_ptr,  # [B, Hkv, S, DV], or words of codes [B, Hkv, S, DV * bits / 32] int32
+    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] or a scale [B, Hkv, S]; None: plain
+    index_ptr,  # [B, n] int32, -1: no token; None: all tokens that are not exact
+    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV]
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    logit_strides,  # numbers between two rows of the batch, two KV heads and two queries
+    v_strides,  # vectors between two rows of the batch, two KV heads and two tokens
+    n,  # tokens of the index; without one of the store
+    index_stride,  # numbers between two rows of it
+    z,
+    scale,  # with log2(e)
+    G: tl.constexpr,
+    GP: tl.constexpr,  # G, padded; 1: one query, which needs no tensor cores
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PACKING: tl.constexpr,  # of the values' codes; None: they are plain
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = softmax(scale logits) V."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    Hkv = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    first_head = (b * Hkv + h) * G
+    pos = tl.load(pos_ptr + b)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    g = tl.arange(0, GP)
+    if PACKING is None:
+        channel = tl.arange(0, _padded(DV, 16))
+        has_channel = channel < DV
+    else:
+        channel, has_channel = _columns(PACKING)
+
+    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    length = n
+    if index_ptr is None:
+        length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+    logits_ptr += b * logit_strides[0] + h * logit_strides[1]
+    if index_ptr is not None:
+        index_ptr += b * index_stride
+        # One tile ahead: a load is not prefetched if it waits for the load of its index.
+        offs = first * T + tl.arange(0, T)
+        next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
+
+    # 2. A softmax of the exact tokens, or of nothing. Tensor cores take 8 queries at least.
+    EP: tl.constexpr = 8 if GP == 1 else GP
+    m_exact = tl.full([EP], -1e30, tl.float32)
+    l_exact = tl.zeros([T, EP], tl.float32)
+    acc_exact = tl.zeros([channel.shape[0], EP], tl.float32)
+    if exact_k_ptr is not None:
+        if split == splits - 1:
+            m_exact, l_exact, acc_exact = _attend_exact(
+                q_ptr + first_head * D,
+                exact_k_ptr,
+                exact_v_ptr,
+                b,
+                h,
+                Hkv,
+                pos,
+                z,
+                scale,
+                m_exact,
+                l_exact,
+                acc_exact,
+                channel,
+                has_channel,
+                G,
+                EP,
+                D,
+                DV,
+                T,
+            )
+    if GP == 1:
+        # One query: sums over tokens come at the end, from acc [T, channels]. The exact tokens'
+        # sums are its first row.
+        is_first_query = tl.arange(0, EP)[None, :] == 0
+        is_first_row = (tl.arange(0, T) == 0)[:, None]
+        m = tl.max(tl.where(is_first_query, m_exact[None, :], -1e30), 1)
+        l = tl.sum(tl.where(is_first_query, l_exact, 0.0), 1)[:, None]
+        acc_row = tl.sum(tl.where(is_first_query, acc_exact, 0.0), 1)
+        acc = tl.where(is_first_row, acc_row[None, :], 0.0)
+    else:
+        m = m_exact
+        l = l_exact
+        acc = acc_exact
+
+    # 3. The stored tokens.
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        offs = tile * T + tl.arange(0, T)
+        if index_ptr is None:
+            token = offs
+            live = offs < length
+        else:
+            token = next_token
+            live = token >= 0
+            next_token = tl.load(index_ptr + offs + T, mask=offs + T < n, other=-1)
+        logits_at = logits_ptr + offs[:, None] + g[None, :] * logit_strides[2]
+        mask = live[:, None] & (g < G)[None, :]
+        logits = tl.load(logits_at, mask=mask, other=0.0) * scale  # [T, GP]
+        v_vector = b * v_strides[0] + h * v_strides[1] + token.to(tl.int64) * v_strides[2]
+        if PACKING is None:
+            v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
+            v = tl.load(v_at, mask=live[:, None] & has_channel[None, :], other=0.0)
+        else:
+            v = _decode_values(v_ptr, v_scale_ptr, v_vector, live, dtype, PACKING)
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        if GP == 1:
+            acc = acc * shrink[None, :] + v * weight
+        else:
+            acc = acc * shrink[None, :]
+            acc = tl.dot(tl.trans(v), weight.to(v.dtype), acc, input_precision="ieee")
+        m = m_new
+
+    # 4. The result, or this split's part of it.
+    if GP == 1:
+        acc = tl.sum(acc, 0)[:, None]
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        channel,
+        has_channel,
+        G,
+        GP,
+        DV,
+    )
 
 
-@operator(
-    lambda q, packed, table, ranks, *_: q.new_empty(*q.shape[:2], max(ranks[len(ranks) // 2 :]))
-)
-def launch_attend_ragged(
-    q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], pos: Tensor, scale: float
+def empty_attend_logits(
+    q: Tensor, logits: Tensor, v: Tensor, v_scale: Tensor | None, bits: int, *_: object
 ) -> Tensor:
-    """Attention of one new token of each row over the tokens 0..pos of heads of unequal rank.
+    """An empty tensor of the shape that launch_attend_logits gives."""
+    return q.new_empty(*q.shape[:2], v.shape[3] * max(1, 8 // bits))
 
-    q [B, Hq, max d_qk], read up to a head's d_qk; packed [B * S * sum(ranks)] (_ragged_logits);
-    ranks and their rank_table; scale, that of the full head dim -> [B, Hq, max d_v], zero beyond a
-    head's d_v. All heads have the same number of splits, because the time of a tile does not depend
-    on the rank."""
-    (B, Hq, _), Hkv = q.shape, len(ranks) // 2
+
+@operator(empty_attend_logits)
+def launch_attend_logits(
+    q: Tensor,
+    logits: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None,
+    bits: int,
+    pos: Tensor,
+    index: Tensor | None,
+    exact: Sequence[Tensor],
+    scale: float,
+) -> Tensor:
+    """Attention whose logits [B, Hkv, G, n] fp32 are there, each query's in line: of the tokens of
+    an index [B, n] int32, -1 for none, or of all up to pos [B] int32 -> [B, Hq, DV] of q's dtype.
+
+    q [B, Hq, D] counts for exact tokens alone. v, v_scale, bits: of 16 bits [B, Hkv, S, DV] of q's
+    dtype, and None; of 2 or 4 bits as check_coded_values says. exact: (), or keys and values
+    [B, z, Hkv, *] that are attended besides, without an index in the place of the z last tokens;
+    their slots fill from the left."""
+    B, Hq, D = q.shape
+    _, Hkv, S, _ = v.shape
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    G = Hq // Hkv
+    check_shape("logits", logits, torch.float32, B, Hkv, G, logits.shape[3])
+    need(logits.stride(3) == 1, "the logits of a query must lie in line")
+    check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
+    if bits == 16:
+        packing = None
+        DV = v.shape[3]
+        v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
+        v_words, v_scale_words = v, None
+    else:
+        need(v_scale is not None, f"values of {bits} bits need a scale")
+        packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
+        DV = packing.D
+        v_words, v_scale_words = as_words(v, v_scale)
+    chosen = check_index(index, B, Hkv, Hq, S)
+    need(chosen.sets == 1, "all heads have the tokens of one index")
+    need(logits.shape[3] >= chosen.n, f"{logits.shape[3]} logits are no {chosen.n} tokens'")
+    z = check_exact(exact, q, Hkv, DV)
+    exact_k, exact_v = exact or (None, None)
+    if q.element_size() == 4:  # for tests
+        T, warps, stages, programs_a_sm = 32, 4, 2, 4
+    elif bits < 16:
+        # Values in codes are few bytes: more programs, of two warps where one query needs no
+        # tensor cores.
+        T, warps, stages, programs_a_sm = 64, 4 if G > 1 else 2, 2, 6
+    elif has_large_shared_memory(q.device):
+        T, warps, stages, programs_a_sm = 64, 4, 3, 4
+    else:
+        T, warps, stages, programs_a_sm = 64 if DV <= 128 else 32, 4, 2, 4
+    splits = attend_splits(chosen.n, B * Hkv, programs_a_sm)
+    parts = empty_splits(q, splits, DV)
+    _attend_logits_kernel[splits, Hkv, B](
+        q_ptr=q,
+        logits_ptr=logits,
+        v_ptr=v_words,
+        v_scale_ptr=v_scale_words,
+        index_ptr=index,
+        exact_k_ptr=exact_k,
+        exact_v_ptr=exact_v,
+        pos_ptr=pos,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        logit_strides=logits.stride()[:3],
+        v_strides=v_strides,
+        n=chosen.n,
+        index_stride=chosen.stride,
+        z=z,
+        scale=scale * LOG2E,
+        G=G,
+        GP=1 if G == 1 else power2(G, 8),
+        D=D,
+        DV=DV,
+        PACKING=packing,
+        T=T,
+        STAGES=stages,
+        num_warps=warps,
+        **overlapped(q.device),
+    )
+    return merge_splits(parts, q)
+
+
+def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Tensor:
+    """Attention whose logits [B, Hkv, G, S] fp32 are there, over the tokens up to pos of v
+    [B, Hkv, S, DV] -> [B, Hkv * G, DV] of v's dtype."""
+    B, Hkv, G, _ = logits.shape
+    if not kernel:
+        live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
+        return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
+    q = v.new_empty(B, Hkv * G, 16)  # only its shape and dtype are used
+    return launch_attend_logits(q, logits, v, None, 16, pos.int(), None, (), 1.0)
+
+
+# ---------------------------------------------------------- attention: heads of unequal rank (FDC)
+# The balanced adaptive-rank kernel. Each KV head keeps keys of d_qk and values of d_v numbers, so
+# that equal numbers of tokens are unequal numbers of bytes. Programs take equal stretches of a line
+# of work instead, whichever heads and rows these are:
+#
+#     head after head, the widest first; of a head all rows, one behind the other, in blocks of 16
+#     tokens. A block's work is the head's d_qk + d_v (balanced=False: 1, the paper's /KE).
+#
+# Where a stretch begins follows from the lengths of the rows, which are read on the device, so that
+# one CUDA graph serves every length. A tile's tokens follow from the head's width: many of a narrow
+# head. Each piece of a row that a program attends is a part of the result, and a second kernel
+# joins a head's parts. It needs the header alone.
+
+RAGGED_BLOCK = 16  # tokens: pieces begin at multiples of it
+
+
+class RaggedHead(NamedTuple):
+    """A line of the table: a head's place on the line of work. Numbers are of one token."""
+
+    head: int
+    d_qk: int
+    d_v: int
+    k_before: int  # numbers that are stored before its keys, of all heads
+    v_before: int  # and before its values
+    work_before: int  # of a block, of all heads that come first on the line
+    work: int  # of a block
+    widths: int  # which of ragged_widths its products have
+
+
+def product_widths(rank: int) -> tuple[int, int]:
+    """Vectors of a rank are multiplied in one or two parts, powers of two from 16 on, of which the
+    second is the smaller: (64, 16) for 72, (64, 0) for 64. Zeros pad them."""
+    whole = power2(rank, 16)
+    half = whole // 2
+    rest = power2(rank - half, 16)
+    if half >= 16 and rest < half:
+        return half, rest
+    return whole, 0
+
+
+def ragged_widths(ranks: list[int]) -> tuple[tuple[int, int], ...]:
+    """The different product_widths of all heads. ranks: d_qk of each head, then d_v of each."""
+    n = len(ranks) // 2
+    return tuple(sorted({product_widths(max(ranks[h], ranks[n + h])) for h in range(n)}))
+
+
+def ragged_heads(ranks: list[int], balanced: bool) -> list[RaggedHead]:
+    """The table, in the order of the line. ranks: d_qk of each head, then d_v of each."""
+    n = len(ranks) // 2
+    before = [0, *itertools.accumulate(ranks)]
+    widths = ragged_widths(ranks)
+    widest_first = sorted(range(n), key=lambda h: -(ranks[h] + ranks[n + h]))
+    heads = []
+    work_before = 0
+    for h in widest_first:
+        d_qk = ranks[h]
+        d_v = ranks[n + h]
+        work = (d_qk + d_v) // 8 if balanced else 1
+        kind = widths.index(product_widths(max(d_qk, d_v)))
+        heads.append(RaggedHead(h, d_qk, d_v, before[h], before[n + h], work_before, work, kind))
+        work_before += work
+    return heads
+
+
+def ragged_table(ranks: list[int], device: torch.device, balanced: bool = True) -> Tensor:
+    """What launch_attend_ragged needs of ragged_heads, [Hkv, 8] int32."""
+    return torch.tensor(ragged_heads(ranks, balanced), dtype=torch.int32, device=device)
+
+
+def attend_ragged_reference(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], pos: Tensor, scale: float
+) -> Tensor:
+    """Head after head: q [B, Hq, max d_qk], read up to a head's d_qk; keys [B, S, d_qk] and values
+    [B, S, d_v] of each KV head -> [B, sum of G d_v]."""
+    live = torch.arange(keys[0].shape[1], device=pos.device) <= pos[:, None]  # [B, S]
+    G = q.shape[1] // len(keys)
+    outputs = []
+    for h, (k, v) in enumerate(zip(keys, values, strict=True)):
+        queries = q[:, h * G : (h + 1) * G, : k.shape[2]]
+        out = attend_plain_reference(queries, k[:, None], v[:, None], live, scale)
+        outputs.append(out.flatten(1))
+    return torch.cat(outputs, 1)
+
+
+@jit
+def _row_blocks(pos_ptr, B, BP: tl.constexpr):
+    """The length of each row [BP], and where its blocks end on the line of a head [BP]."""
+    row = tl.arange(0, BP)
+    length = tl.load(pos_ptr + row, mask=row < B, other=-1) + 1
+    return length, tl.cumsum(tl.cdiv(length, 16), 0)
+
+
+@constexpr_function
+def _tile_tokens(widths, numbers, most):
+    """Tokens of a tile: as many as fit in so many numbers of these widths, from 16 on."""
+    tokens = 16
+    while tokens < most and 2 * tokens * (widths[0] + widths[1]) <= numbers:
+        tokens *= 2
+    return tokens
+
+
+@jit
+def _attend_piece(
+    q_ptr,  # [G, DQ]: the queries of the piece's head
+    k_ptr,  # [S, d_qk]: of the row
+    v_ptr,  # [S, d_v]
+    out_ptr,  # [G, DV] fp32
+    lse_ptr,  # [G] fp32: the logarithm of the sum of exp2(logit)
+    d_qk,
+    d_v,
+    first,
+    stop,
+    scale,  # with log2(e)
+    DQ,
+    G: tl.constexpr,
+    GP: tl.constexpr,  # G, padded
+    DV: tl.constexpr,
+    W1: tl.constexpr,  # product_widths
+    W2: tl.constexpr,
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+    CACHE: tl.constexpr,
+):
+    """Attends the tokens first to stop - 1 of a row."""
+    g = tl.arange(0, GP)
+    is_query = (g < G)[:, None]
+    d1 = tl.arange(0, W1)[None, :]
+    d2 = W1 + tl.arange(0, 16 if W2 == 0 else W2)[None, :]
+    q1 = tl.load(q_ptr + g[:, None] * DQ + d1, mask=is_query & (d1 < d_qk), other=0.0)
+    acc1 = tl.zeros([GP, W1], tl.float32)
+    if W2 > 0:
+        q2 = tl.load(q_ptr + g[:, None] * DQ + d2, mask=is_query & (d2 < d_qk), other=0.0)
+        acc2 = tl.zeros([GP, W2], tl.float32)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([GP], tl.float32)
+    for start in tl.range(first, stop, T, num_stages=STAGES):
+        token = start + tl.arange(0, T)
+        is_live = (token < stop)[:, None]
+        # K' and V' of a tile, in one or two parts. Parts share sectors of memory: these are kept in
+        # the cache of the multiprocessor.
+        k_at = k_ptr + token[:, None] * d_qk
+        v_at = v_ptr + token[:, None] * d_v
+        k1 = tl.load(k_at + d1, mask=is_live & (d1 < d_qk), other=0.0, cache_modifier=CACHE)
+        if W2 > 0:
+            k2 = tl.load(k_at + d2, mask=is_live & (d2 < d_qk), other=0.0, cache_modifier=CACHE)
+        v1 = tl.load(v_at + d1, mask=is_live & (d1 < d_v), other=0.0, cache_modifier=CACHE)
+        if W2 > 0:
+            v2 = tl.load(v_at + d2, mask=is_live & (d2 < d_v), other=0.0, cache_modifier=CACHE)
+
+        logits = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [GP, T]
+        if W2 > 0:
+            logits = tl.dot(q2, tl.trans(k2), logits, input_precision="ieee")
+        logits = tl.where((token < stop)[None, :], logits * scale, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 1))
+        weight = tl.exp2(logits - m_new[:, None])
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink + tl.sum(weight, 1)
+        weight = weight.to(v1.dtype)
+        acc1 = tl.dot(weight, v1, acc1 * shrink[:, None], input_precision="ieee")
+        if W2 > 0:
+            acc2 = tl.dot(weight, v2, acc2 * shrink[:, None], input_precision="ieee")
+        m = m_new
+    out_at = out_ptr + g[:, None] * DV
+    tl.store(out_at + d1, acc1 / l[:, None], mask=is_query & (d1 < d_v))
+    if W2 > 0:
+        tl.store(out_at + d2, acc2 / l[:, None], mask=is_query & (d2 < d_v))
+    tl.store(lse_ptr + g, m + tl.log2(l), mask=g < G)
+
+
+@jit
+def _attend_ragged_kernel(
+    q_ptr,  # [B, Hkv, G, DQ]
+    packed_ptr,  # K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each
+    table_ptr,  # [Hkv, 8] int32: RaggedHead
+    pos_ptr,  # [B] int32
+    out_ptr,  # [parts, G, DV] fp32
+    lse_ptr,  # [parts, G] fp32
+    B,
+    S,
+    Hkv,
+    DQ,
+    work_a_block,  # of all heads
+    most_work,  # of a block of one head
+    scale,  # with log2(e)
+    G: tl.constexpr,
+    GP: tl.constexpr,  # G, padded
+    DV: tl.constexpr,
+    BP: tl.constexpr,  # rows of the batch, padded
+    HP: tl.constexpr,  # KV heads, padded
+    WIDTHS: tl.constexpr,  # ragged_widths
+    NUMBERS: tl.constexpr,  # of keys in a tile
+    STAGES: tl.constexpr,  # tiles in flight
+    CACHE: tl.constexpr,
+):
+    """A program attends one stretch of the line of work, piece by piece: a piece lies in one row of
+    one head. Its part of the result has the number program + i B + row, i being the head's place on
+    the line: each next piece of the line has a larger one."""
+    _wait_for_previous()
+    _let_next_begin()
+    program = tl.program_id(0)
+    row_number = tl.arange(0, BP)
+    length, row_end = _row_blocks(pos_ptr, B, BP)
+    n_blocks = tl.max(row_end)
+    tokens = tl.cast(B, tl.int64) * S
+
+    # 1. The stretch, and the head in which it begins.
+    share = tl.maximum(tl.cdiv(n_blocks * work_a_block, tl.num_programs(0)), most_work)
+    work = program * share
+    work_stop = tl.minimum(work + share, n_blocks * work_a_block)
+    head_number = tl.arange(0, HP)
+    is_head = head_number < Hkv
+    work_before = tl.load(table_ptr + head_number * 8 + 5, mask=is_head, other=0)
+    work_of_block = tl.load(table_ptr + head_number * 8 + 6, mask=is_head, other=0)
+    ends_before = (work_before + work_of_block) * n_blocks <= work
+    i = tl.sum((ends_before & is_head).to(tl.int32))
+
+    while work < work_stop:
+        # 2. The head. Its ranks are multiples of 8, which the compiler is to know.
+        line = table_ptr + i * 8
+        h = tl.load(line)
+        d_qk = tl.load(line + 1) // 8 * 8
+        d_v = tl.load(line + 2) // 8 * 8
+        k_before = tl.load(line + 3).to(tl.int64) // 8 * 8
+        v_before = tl.load(line + 4).to(tl.int64) // 8 * 8
+        begin = tl.load(line + 5) * n_blocks
+        own_work = tl.load(line + 6)
+        kind = tl.load(line + 7)
+        block = tl.cdiv(work - begin, own_work)
+        last = tl.minimum(tl.cdiv(work_stop - begin, own_work), n_blocks)
+        while block < last:
+            # 3. The piece: up to the end of the row, or of the stretch.
+            row = tl.sum((row_end <= block).to(tl.int32))
+            row_begin = tl.max(tl.where(row_end <= block, row_end, 0))
+            own_end = tl.min(tl.where(row_end > block, row_end, 2147483647))
+            own_length = tl.sum(tl.where(row_number == row, length, 0))
+            stop_block = tl.minimum(own_end, last)
+            first = (block - row_begin) * 16
+            stop = tl.minimum((stop_block - row_begin) * 16, own_length)
+            part = (program + i * B + row).to(tl.int64)
+            row = row.to(tl.int64)
+            for j in tl.static_range(len(WIDTHS)):
+                if kind == j:
+                    _attend_piece(
+                        q_ptr + (row * Hkv + h) * G * DQ,
+                        packed_ptr + k_before * tokens + row * S * d_qk,
+                        packed_ptr + v_before * tokens + row * S * d_v,
+                        out_ptr + part * G * DV,
+                        lse_ptr + part * G,
+                        d_qk,
+                        d_v,
+                        first,
+                        stop,
+                        scale,
+                        DQ,
+                        G,
+                        GP,
+                        DV,
+                        WIDTHS[j][0],
+                        WIDTHS[j][1],
+                        _tile_tokens(WIDTHS[j], NUMBERS, 128),
+                        STAGES,
+                        CACHE,
+                    )
+            block = stop_block
+        i += 1
+        work = begin + n_blocks * own_work
+
+
+@jit
+def _merge_ragged_kernel(
+    part_ptr,  # of _attend_ragged_kernel [parts, G, DV] fp32
+    lse_ptr,  # [parts, G] fp32
+    table_ptr,  # [Hkv, 8] int32: RaggedHead
+    pos_ptr,  # [B] int32
+    out_ptr,  # [B, G * sum of d_v]
+    B,
+    programs,  # of _attend_ragged_kernel
+    work_a_block,
+    most_work,
+    k_numbers,  # the sum of d_qk
+    out_width,  # G * sum of d_v
+    G: tl.constexpr,
+    DV: tl.constexpr,
+    BP: tl.constexpr,
+    N: tl.constexpr,  # parts at a time
+    C: tl.constexpr,  # channels of a program
+):
+    """Joins the parts of a query. A program has some channels of one query of a row and head."""
+    _wait_for_previous()
+    _let_next_begin()
+    unit = tl.program_id(0)
+    g = tl.program_id(1)
+    d = tl.program_id(2) * C + tl.arange(0, C)
+    i = unit // B
+    row = unit % B
+    # 1. The programs whose stretches have blocks of this row and head.
+    row_number = tl.arange(0, BP)
+    _, row_end = _row_blocks(pos_ptr, B, BP)
+    n_blocks = tl.max(row_end)
+    first = tl.sum(tl.where(row_number == row - 1, row_end, 0))
+    stop = tl.sum(tl.where(row_number == row, row_end, 0))
+    share = tl.maximum(tl.cdiv(n_blocks * work_a_block, programs), most_work)
+    begin = tl.load(table_ptr + i * 8 + 5) * n_blocks
+    own_work = tl.load(table_ptr + i * 8 + 6)
+    first_program = (begin + first * own_work) // share
+    last_program = (begin + (stop - 1) * own_work) // share
+    # 2. Their parts.
+    d_v = tl.load(table_ptr + i * 8 + 2)
+    v_before = tl.load(table_ptr + i * 8 + 4) - k_numbers
+    m = tl.full([], -1e30, tl.float32)
+    l = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([C], tl.float32)
+    for start in range(first_program, last_program + 1, N):
+        program = start + tl.arange(0, N)
+        exists = program <= last_program
+        at = (program + unit).to(tl.int64) * G + g
+        lse = tl.load(lse_ptr + at, mask=exists, other=-1e30)
+        mask = exists[:, None] & (d < d_v)[None, :]
+        part = tl.load(part_ptr + at[:, None] * DV + d[None, :], mask=mask, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.where(exists, tl.exp2(lse - m_new), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        m = m_new
+    out_at = out_ptr + row.to(tl.int64) * out_width + v_before * G + g * d_v + d
+    tl.store(out_at, (acc / l).to(out_ptr.dtype.element_ty), mask=d < d_v)
+
+
+class RaggedConfig(NamedTuple):
+    """How a launch is cut."""
+
+    numbers: int  # of keys in a tile
+    stages: int  # tiles in flight
+    programs_a_sm: int
+
+
+def ragged_config(dtype: torch.dtype) -> RaggedConfig:
+    """One warp attends a tile without waiting for others, and seven such programs hide the memory's
+    latency on an H200: 2048 numbers of keys and of values are 8 KB, of which three are in flight.
+    fp32 is for tests."""
+    if dtype == torch.float32:
+        return RaggedConfig(numbers=1024, stages=2, programs_a_sm=4)
+    return RaggedConfig(numbers=2048, stages=4, programs_a_sm=7)
+
+
+def empty_attend_ragged(
+    q: Tensor, packed: Tensor, table: Tensor, ranks: list[int], *_: object, **more: object
+) -> Tensor:
+    """An empty tensor of the shape that launch_attend_ragged gives."""
+    n = len(ranks) // 2
+    G = q.shape[1] // n
+    return q.new_empty(len(q), G * sum(ranks[n:]))
+
+
+@operator(empty_attend_ragged)
+def launch_attend_ragged(
+    q: Tensor,
+    packed: Tensor,
+    table: Tensor,
+    ranks: list[int],
+    pos: Tensor,
+    scale: float,
+    balanced: bool = True,
+) -> Tensor:
+    """attend_ragged with a kernel. ranks: d_qk of each head, then d_v of each, multiples of 8;
+    table: their ragged_table of the same `balanced`."""
+    B, Hq, DQ = q.shape
+    Hkv = len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
     need(
         fits and math.gcd(8, *ranks) == 8,
         f"ranks must be d_qk and d_v of every head, in 8s, not {ranks}",
     )
-    G, DQ, DV, S = Hq // Hkv, max(ranks[:Hkv]), max(ranks[Hkv:]), packed.numel() // (B * sum(ranks))
-    given = {"q": (q, packed.dtype, B, Hq, DQ), "table": (table, torch.int32, 4, Hkv)}
-    check(pos=(pos, torch.int32, B), packed=(packed, packed.dtype, B * S * sum(ranks)), **given)
-    T, warps, stages, fill = attend_config(
-        "plain", G, max(ranks), 16, q.element_size(), roomy(q.device)
+    G = Hq // Hkv
+    DV = max(ranks[Hkv:])
+    S = packed.numel() // (B * sum(ranks))
+    check(
+        q=(q, packed.dtype, B, Hq, max(ranks[:Hkv])),
+        packed=(packed, packed.dtype, B * S * sum(ranks)),
+        table=(table, torch.int32, Hkv, 8),
+        pos=(pos, torch.int32, B),
     )
-    W, splits = power2(max(ranks), 16), attend_splits(S, B * Hkv, fill)
-    SHAPE = Shape(G, power2(G, 16), DQ, W, T, stages)
-    out, parts = split_outputs(q, splits, DV)
-    _attend_kernel[splits, Hkv, B](
-        q,
-        (packed, table, B, S, Hkv),
-        (None, None),
-        None,
-        0,
-        None,
-        None,
-        pos,
-        *parts,
-        (0, 0, 0),
-        (0, 0, 0),
-        S,
-        0,
-        1,
-        Hkv,
-        scale * LOG2E,
-        _ragged_queries,
-        _ragged_logits,
-        SHAPE,
-        packing_of(16, 1, DV, W),
-        num_warps=warps,
+    heads = ragged_heads(ranks, balanced)
+    work_a_block = sum(head.work for head in heads)
+    most_work = max(head.work for head in heads)
+    blocks = B * cdiv(S, RAGGED_BLOCK)
+    need(blocks * work_a_block < 2**31, f"{B} rows of {S} tokens are too many for one launch")
+    config = ragged_config(q.dtype)
+    programs = min(config.programs_a_sm * SMS, blocks * Hkv)
+    parts = programs + B * Hkv
+    out_of_part = torch.empty(parts, G, DV, dtype=torch.float32, device=q.device)
+    lse_of_part = torch.empty(parts, G, dtype=torch.float32, device=q.device)
+    out = torch.empty(B, G * sum(ranks[Hkv:]), dtype=q.dtype, device=q.device)
+    _attend_ragged_kernel[programs,](
+        q_ptr=q,
+        packed_ptr=packed,
+        table_ptr=table,
+        pos_ptr=pos,
+        out_ptr=out_of_part,
+        lse_ptr=lse_of_part,
+        B=B,
+        S=S,
+        Hkv=Hkv,
+        DQ=DQ,
+        work_a_block=work_a_block,
+        most_work=most_work,
+        scale=scale * LOG2E,
+        G=G,
+        GP=power2(G, 16),
+        DV=DV,
+        BP=power2(B, 2),
+        HP=power2(Hkv, 2),
+        WIDTHS=ragged_widths(ranks),
+        NUMBERS=config.numbers,
+        STAGES=config.stages,
+        CACHE=".ca",
+        num_warps=1,
         **overlapped(q.device),
     )
-    return merge_splits(out, parts)
-
-
-def attend_ragged(q: Tensor, vectors, pos: Tensor, *, scale: float) -> Tensor:
-    """Attention over a RaggedStore: q [B, Hq, max d_qk] -> [B, sum of G d_v]. The kernel runs where
-    the store has a table, else a head is attended at a time."""
-    if vectors.table is not None:
-        stored = vectors.packed, vectors.table, vectors.ranks
-        out = launch_attend_ragged(q.contiguous(), *stored, pos.int(), scale)
-        return out.flatten(1)[:, vectors.v_columns]
-    views = vectors.views()
-    live = torch.arange(views[0].shape[1], device=pos.device) <= pos[:, None]
-    heads = zip(q.chunk(vectors.n, 1), views[: vectors.n], views[vectors.n :], strict=True)
-    out = (
-        attend_plain(x[..., : k.shape[-1]], k[:, None], v[:, None], live, scale)
-        for x, k, v in heads
+    channels = 32  # of a program: enough programs where few heads have many parts
+    _merge_ragged_kernel[B * Hkv, G, cdiv(DV, channels)](
+        part_ptr=out_of_part,
+        lse_ptr=lse_of_part,
+        table_ptr=table,
+        pos_ptr=pos,
+        out_ptr=out,
+        B=B,
+        programs=programs,
+        work_a_block=work_a_block,
+        most_work=most_work,
+        k_numbers=sum(ranks[:Hkv]),
+        out_width=out.shape[1],
+        G=G,
+        DV=DV,
+        BP=power2(B, 2),
+        N=64,
+        C=channels,
+        num_warps=4,
+        **overlapped(q.device),
     )
-    return torch.cat([x.flatten(1) for x in out], -1)
+    return out
+
+
+def attend_ragged(
+    q: Tensor,
+    packed: Tensor,
+    ranks: list[int],
+    table: Tensor | None,
+    pos: Tensor,
+    *,
+    scale: float,
+    balanced: bool = True,
+) -> Tensor:
+    """Attention of one new token of each row over the tokens 0..pos of heads of unequal rank.
+
+    q [B, Hq, max d_qk], read up to a head's d_qk; packed: K' [B, S, d_qk] of each head, then V'
+    [B, S, d_v] of each, in one line; ranks: d_qk of each head, then d_v; scale: that of the full
+    head dim -> [B, sum of G d_v]. table: ragged_table for the kernel, or None for PyTorch.
+    balanced: programs take equal numbers of bytes; else equal numbers of tokens of each head."""
+    if table is not None:
+        return launch_attend_ragged(
+            q.contiguous(), packed, table, ranks, pos.int(), scale, balanced
+        )
+    B = len(q)
+    S = packed.numel() // (B * sum(ranks))
+    views = []
+    for part, rank in zip(packed.split([B * S * rank for rank in ranks]), ranks, strict=True):
+        views.append(part.view(B, S, rank))
+    Hkv = len(ranks) // 2
+    return attend_ragged_reference(q, views[:Hkv], views[Hkv:], pos, scale)
 
 
 # -------------------------------------------------------------------------- rows out of host memory

@@ -62,7 +62,7 @@ import model as model_file
 from calibrate import fit_sals, save_artifact
 from compress import METHODS, CacheContext, DenseCache, load_artifact, method_named, quantize
 from generate import Engine, Sampling, decode_rows, sample
-from kernels import attend_plain
+from kernels import attend_plain_reference
 from model import (
     SHAPES,
     Llama,
@@ -2340,7 +2340,7 @@ def test_a_follow_up_attends_what_the_cache_keeps_and_itself(method, options):
     values = torch.cat((past_v, v[40:]))
     last = len(past_k) + torch.arange(17)  # of what each query attends
     live = torch.arange(len(keys)) <= last[:, None]  # [17, n]
-    expected = attend_plain(
+    expected = attend_plain_reference(
         cache.rope_from(q[40:], 40),
         keys.transpose(0, 1).expand(17, -1, -1, -1),
         values.transpose(0, 1).expand(17, -1, -1, -1),
@@ -2364,13 +2364,13 @@ def test_attend_takes_an_index_of_every_shape(heads, kernel):
     index = torch.rand(2, *heads, 40).argsort(-1)[..., :12].int()
     index[1, ..., 5:] = -1
     pos = torch.tensor([39, 39], dtype=torch.int32, device=DEVICE)
-    out = kernels.attend(q, keys, values, pos, index.to(DEVICE), scale=0.25, kernel=kernel)
+    out = compress.attend(q, keys, values, pos, index.to(DEVICE), scale=0.25, kernel=kernel)
 
     index = index.long().expand(-1, 4, 2, -1).flatten(1, 2)  # [B, Hq, n]
     live = torch.zeros(2, 8, 41, dtype=torch.bool).scatter(2, index.where(index >= 0, 40), True)
     k = keys.vectors.repeat_interleave(2, 1)
     v = values.vectors.repeat_interleave(2, 1)
-    assert error(out, attend_plain(q, k, v, live[..., :40].to(DEVICE))) < 1e-5
+    assert error(out, attend_plain_reference(q, k, v, live[..., :40].to(DEVICE))) < 1e-5
 
 
 @pytest.mark.parametrize("n_sinks", [0, 1, 4])
@@ -2447,7 +2447,7 @@ def test_a_method_attends_what_it_says_within_its_budget(selector, group, n_prom
         values = dense.values.vectors.repeat_interleave(group, 1)
 
         # The output is attention over what it attends. This is all up to the budget's edge.
-        expected = attend_plain(rotated[None], keys, values, attends[None])
+        expected = attend_plain_reference(rotated[None], keys, values, attends[None])
         assert error(output, expected) < bound, n
         least = said.budget  # tokens, if there are as many
         if n >= said.budget or said.best == "early":
@@ -4191,7 +4191,8 @@ def without_hopper(monkeypatch):
     """On such a GPU, too, the tests of this file are of kernels.py; extras/hopper.py has its
     own."""
     monkeypatch.setattr(generate, "import_hopper", lambda device: None)
-    monkeypatch.setattr(kernels, "faster_attend", None)
+    monkeypatch.setattr(kernels, "faster_attend_latents", None)
+    monkeypatch.setattr(kernels, "faster_attend_channels", None)
 
 
 # ---- codes of a token, queries of blocks, scores
@@ -4271,64 +4272,103 @@ def split_queries(x):
     return codes, (scale[..., 0] / 254).flatten(2)
 
 
-def check_scores(dtype, rule, int8, B, S, H, N, r, r_score, block, run):
+def live_tokens(B, S):
+    """pos [B] of rows of unlike length, and which tokens are live [B, S]."""
     pos = positions(*[S - 1, S // 2, 0][:B])
-    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    return pos, torch.arange(S, device=DEVICE) <= pos[:, None]
+
+
+def scored_vectors(B, S, H, r, int8, live, dtype):
+    """Vectors [B, H, S, r] as they are stored, their scale or None, NaN where dead; and what they
+    stand for, in fp32."""
     x = randn(B, S, H, r, dtype=dtype)
-    rows, scale = kernels.quantize_int8(x) if int8 else (x, None)
-    decoded = (rows * scale if int8 else x).float()[..., :r_score].transpose(1, 2)
-    n = -(-S // block) if block else 1
+    if not int8:
+        return poison(x, ~live).transpose(1, 2), None, x.float().transpose(1, 2)
+    codes, scale = kernels.quantize_int8(x)
+    stored_scale = poison(scale[..., 0], ~live).transpose(1, 2)
+    return codes.transpose(1, 2), stored_scale, (codes * scale).float().transpose(1, 2)
+
+
+def check_scores(dtype, rule, int8, B, S, H, N, r, r_score):
+    pos, live = live_tokens(B, S)
+    vectors, vector_scale, decoded = scored_vectors(B, S, H, r, int8, live, dtype)
+    queries = 2 * randn(B, H, N, r_score, seed=1, dtype=dtype)
+    queries[..., 0, :] *= N == 1  # a query without a largest number
+    logits = queries.float() @ decoded[..., :r_score].mT * 0.3  # [B, H, N, S]
+    if rule == "each":
+        truth = logits.masked_fill(~live[:, None, None], -torch.inf)
+    elif N == 1:  # a single query's logits rank tokens as its weights do
+        truth = logits[:, :, 0].masked_fill(~live[:, None], -torch.inf)
+    else:
+        truth = kernels.group_scores(logits, live)
+    out = kernels.launch_scores(queries, vectors, vector_scale, pos, 0.3, rule)
+    assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
+    close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
+
+
+def check_block_scores(dtype, int8, B, S, H, N, r, r_score, block, run):
+    """run: tokens that share an offset; 0: none is added."""
+    pos, live = live_tokens(B, S)
+    vectors, vector_scale, decoded = scored_vectors(B, S, H, r, int8, live, dtype)
+    n = -(-S // block)
     queries = 2 * randn(B, n, H, N, r_score, seed=1, dtype=dtype)
     queries[..., 0, :] *= N == 1  # a query without a largest number
-    of_token = torch.arange(S, device=DEVICE) // (block or S)
-    logits = torch.einsum("bshnr,bhsr->bhns", queries[:, of_token].float(), decoded)
-    offset = randn(B, -(-S // run), H * N, seed=2) if run else None
+    of_token = queries[:, torch.arange(S, device=DEVICE) // block].float()  # [B, S, H, N, r*]
+    logits = torch.einsum("bshnr,bhsr->bhns", of_token, decoded[..., :r_score])
+    offset = None
     if run:
+        offset = randn(B, -(-S // run), H * N, seed=2)
         # logits that rise and rise
         offset += torch.linspace(0, 100, offset.shape[1], device=DEVICE)[:, None]
-        each = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
-        logits = logits + each.unflatten(2, (H, N)).permute(0, 2, 3, 1)
-    logits = logits * 0.3
-    logits = logits.masked_fill(~live[:, None, None], -torch.inf)
-    if rule == "each":
-        truth = logits.flatten(1, 2)
-    elif rule == "largest":  # ranks alike without the constant of a single query
-        truth = kernels.group_scores(logits, live) if N > 1 else logits[:, :, 0]
-    else:
-        truth = logits.softmax(-1).sum(2).masked_fill(~live[:, None], -torch.inf)
-    if int8:
-        scale = poison(scale[..., 0], ~live).transpose(1, 2)
-    else:
-        rows = poison(rows, ~live)
-    queries, stored = queries if block else queries[:, 0], (rows.transpose(1, 2), scale)
+        of_token = offset[:, torch.arange(S, device=DEVICE) // run]  # [B, S, H N]
+        logits = logits + of_token.unflatten(2, (H, N)).permute(0, 2, 3, 1)
+    weights = (logits * 0.3).masked_fill(~live[:, None, None], -torch.inf).softmax(-1)
+    truth = weights.sum(2).masked_fill(~live[:, None], -torch.inf)
+    if dtype == torch.float32:
+        reference = kernels.block_scores_reference(
+            queries, vectors, vector_scale, pos, 0.3, block, offset, run or 1
+        )
+        close(reference[truth > -torch.inf], truth[truth > -torch.inf], dtype)
     given = [(queries, None)]
-    if int8 and block and kernels.takes_codes(queries, r_score):
+    if int8 and kernels.takes_codes(queries, r_score):
         given.append(split_queries(queries))
     for queries, query_scale in given:
-        out = kernels.launch_scores(
-            queries, *stored, pos, 0.3, rule, block, offset, run or 1, query_scale
+        out = kernels.launch_block_scores(
+            queries, vectors, vector_scale, pos, 0.3, block, offset, run or 1, query_scale
         )
         assert torch.equal(out > -torch.inf, truth > -torch.inf) and not out.isnan().any()
-        if rule == "softmax" and DEVICE == "cuda":  # weights are kept in e5m2: two bits of fraction
+        if DEVICE == "cuda":  # weights are kept in e5m2: two bits of fraction
             torch.testing.assert_close(out, truth, rtol=1 / 8 + TOLERANCE[dtype], atol=1e-6)
         else:
             close(out[out > -torch.inf], truth[truth > -torch.inf], dtype)
 
 
-RULES = ["each", "largest", "softmax"]
-# B, S, H, N, r, r_score, block; how often the mean key is rotated; blocks a program has
-SCORES_SIZES = [
-    (1, 70, 1, 4, 32, 16, 0, 0, 0),
+RULES = ["each", "largest"]
+SCORES_SIZES = [  # B, S, H, N, r, r_score, tiles: so many programs, 0: as it is
+    (1, 70, 1, 4, 32, 16, 0),
+    (3, 130, 2, 1, 48, 20, 0),
+    (2, 90, 3, 6, 64, 64, 0),
+    (2, 200, 1, 3, 40, 33, 0),
+    (3, 97, 1, 32, 530, 520, 0),
+    (1, 129, 1, 8, 9, 5, 0),
+    (2, 220, 1, 4, 40, 32, 6),
+]
+BLOCK_SCORES_SIZES = [  # B, S, H, N, r, r_score, block, run, tiles
     (3, 130, 2, 1, 48, 20, 48, 0, 0),
-    (2, 90, 3, 6, 64, 64, 0, 0, 0),
     (2, 200, 1, 3, 40, 33, 48, 0, 0),
-    (3, 97, 1, 32, 530, 520, 0, 0, 0),
     (3, 97, 1, 32, 530, 520, 512, 0, 0),
     (1, 129, 1, 8, 9, 5, 48, 0, 0),
-    *((2, 130, 2, 3, 40, 32, block, run, 0) for block in (0, 48) for run in (1, 16)),
-    # 24: a block for each
-    *((2, 220, 1, 4, 40, 32, block, 0, n) for block in (0, 48) for n in (6, 24)),
+    (2, 130, 2, 3, 40, 32, 48, 1, 0),
+    (2, 130, 2, 3, 40, 32, 48, 16, 0),
+    (2, 220, 1, 4, 40, 32, 48, 0, 6),
+    (2, 220, 1, 4, 40, 32, 48, 0, 24),  # a block for each
 ]
+
+
+def use_small_tiles(monkeypatch, programs):
+    """Makes kernels that score take tiles of 16 tokens, and so many programs."""
+    config = kernels.ScoresConfig(tokens=16, ranks=32, warps=4, stages=2, programs=programs)
+    monkeypatch.setattr(kernels, "scores_config", lambda *_: config)
 
 
 @pytest.mark.parametrize(
@@ -4336,12 +4376,22 @@ SCORES_SIZES = [
 )
 @poisoned
 def test_kernel_scores(dtype, rule, int8, sizes, monkeypatch):
-    """Every rule, with one query for all tokens or one a block, over rows of 16 bits, fp32 and
-    int8, with an offset for runs of tokens, of one tile a program and of several."""
-    *sizes, tiles = sizes
-    if tiles:
-        monkeypatch.setattr(kernels, "scores_config", lambda *_: (16, 32, 4, 2, tiles))
+    """Both rules, over vectors of 16 bits, fp32 and int8, of one tile a program and of several."""
+    *sizes, programs = sizes
+    if programs:
+        use_small_tiles(monkeypatch, programs)
     check_scores(dtype, rule, int8, *sizes)
+
+
+@pytest.mark.parametrize("dtype, int8, sizes", pairwise(DTYPES, [False, True], BLOCK_SCORES_SIZES))
+@poisoned
+def test_kernel_block_scores(dtype, int8, sizes, monkeypatch):
+    """A query for each block, over vectors of 16 bits, fp32 and int8, with an offset for runs of
+    tokens and without, of one tile a program and of several."""
+    *sizes, programs = sizes
+    if programs:
+        use_small_tiles(monkeypatch, programs)
+    check_block_scores(dtype, int8, *sizes)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="4 GB of rows")
@@ -4483,68 +4533,86 @@ def check_select(kind, S, x, y, z, pos, shares=None):
 # ---- attend
 
 JOINT_LATENTS = ["joint latents", "joint mixed latents"]
-FORMATS = ["plain", "latents", *JOINT_LATENTS, "channels"]
+LATENT_FORMS = ["latents", *JOINT_LATENTS]
+FORMATS = ["plain", *LATENT_FORMS, "channels"]
 
 
 def stored_keys(form, dtype, read, D, r=24, bits=4):
-    """Random stores of a format as launch_attend takes them, NaN where a KV head does not read a
-    token (read [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32."""
+    """Random stores of a format of keys, NaN where a KV head does not read a token (read
+    [B, Hkv, S]); and the keys [B, Hkv, S, D] that they hold, in fp32.
+
+    plain     k
+    latents   latent, its scale, its 4-bit dims, basis, its scale, bias, rope;
+              "joint": of all heads; "mixed": in codes, else in 16 bits
+    channels  codes, (minimum, scale)"""
     B, Hkv, S = read.shape
     k = randn(B, S, Hkv, D, seed=1, dtype=dtype).transpose(1, 2)
     if form == "plain":
         return [poison(k, ~read)], k.float()
-    k = k.contiguous()
+
     if form == "channels":
-        codes, low_scale = quantize(F.pad(k, (0, 0, 0, -S % 32)), bits, 32, -2)
-        truth = compress.dequantize(codes, low_scale, bits, 32, dtype, -2)[:, :, :S].float()
-        coded = F.pad(read, (0, -S % 32)).unflatten(2, (-1, 32)).any(3)
-        return [codes, poison(low_scale, ~coded)], truth
-    joint = "joint" in form
+        padding = -S % 32
+        codes, pairs = quantize(F.pad(k.contiguous(), (0, 0, 0, padding)), bits, 32, -2)
+        truth = compress.dequantize(codes, pairs, bits, 32, dtype, -2)[:, :, :S].float()
+        is_read = F.pad(read, (0, padding)).unflatten(2, (-1, 32)).any(3)
+        return [codes, poison(pairs, ~is_read)], truth
+
+    is_joint = "joint" in form
     cos, sin = rope_tables(tiny_config(head_dim=D), S, torch.device(DEVICE))
-    latent = randn(B, 1 if joint else Hkv, S, r, dtype=dtype)
-    basis, bias = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype), randn(Hkv * D, 1, seed=3)
-    dead = ~read.any(1, keepdim=True) if joint else ~read  # those of all heads, as SALS has them
+    latent = randn(B, 1 if is_joint else Hkv, S, r, dtype=dtype)
+    basis = r**-0.5 * randn(Hkv * D, r, seed=2, dtype=dtype)
+    bias = randn(Hkv * D, 1, seed=3)
+    dead = ~read.any(1, keepdim=True) if is_joint else ~read  # those of all heads, as SALS has them
     if "mixed" in form:
-        chunks = (r // 128 - 1) // 2  # of two times 128 dims, which hopper.py takes
-        lead = r - 256 * chunks if chunks > 0 else r // 3 + (r - r // 3) % 2
-        lead = r // 4 if r % 512 == 0 else lead
-        codes, scale, rest = kernels.quantize_mixed(latent, lead)
-        latent = kernels.dequantize_mixed(codes, scale, rest)
+        codes, scale, int4_dims = kernels.quantize_mixed(latent, int8_dims_of(r))
+        decoded = kernels.dequantize_mixed(codes, scale, int4_dims)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
-        basis, flat = (
-            basis_codes * basis_scale,
-            [basis_codes.flatten(0, 1), basis_scale.flatten(0, 1)],
-        )
-        flat.append(bias / flat[1])
-        stores = [codes, poison(scale, dead), rest]
+        decoded_basis = basis_codes * basis_scale
+        flat_scale = basis_scale.flatten(0, 1)
+        stores = [codes, poison(scale, dead), int4_dims]
+        for_heads = [basis_codes.flatten(0, 1), flat_scale, bias / flat_scale]
     else:
-        flat, stores = [basis, None, bias], [poison(latent, dead), None, None]
-        basis = basis.unflatten(0, (Hkv, D))
+        decoded = latent
+        decoded_basis = basis.unflatten(0, (Hkv, D))
+        stores = [poison(latent, dead), None, None]
+        for_heads = [basis, None, bias]
     stores = [x if x is None else x.expand(B, Hkv, *x.shape[2:]) for x in stores]
-    paired = [x if x is None else kernels.interleave_rope(x, Hkv) for x in flat]
-    k = (latent.float() @ basis.float().mT) + bias.view(Hkv, 1, D)
+    for_heads = [x if x is None else kernels.interleave_rope(x, Hkv) for x in for_heads]
+    k = (decoded.float() @ decoded_basis.float().mT) + bias.view(Hkv, 1, D)
     truth = apply_rope(k.transpose(1, 2), cos, sin).transpose(1, 2)
-    return [*stores, *paired, kernels.rope_pairs(cos, sin, dtype)], truth
+    return [*stores, *for_heads, kernels.rope_pairs(cos, sin, dtype)], truth
+
+
+def int8_dims_of(r):
+    """How many dims of a mixed latent are in int8; of large r parts that extras/hopper.py takes."""
+    if r % 512 == 0:
+        return r // 4
+    pairs_of_chunks = (r // 128 - 1) // 2  # of two times 128 dims in 4 bits
+    if pairs_of_chunks > 0:
+        return r - 256 * pairs_of_chunks
+    return r // 3 + (r - r // 3) % 2
 
 
 def stored_values(form, dtype, read, DV, bits):
-    """The same of values: by token, beside channels by head."""
+    """The same of values: plain ones, codes in groups, or with one scale a vector beside latents in
+    codes. They lie by token, beside channels by head."""
     B, Hkv, S = read.shape
     v = randn(B, S, Hkv, DV, seed=6, dtype=dtype)
-    v = v.transpose(1, 2).contiguous() if form == "channels" else v
-    codes, low_scale, truth = v, None, v.float()
-    if bits < 16:
-        codes, low_scale = quantize(v, bits, min(32, DV))
-        truth = compress.dequantize(codes, low_scale, bits, min(32, DV), dtype).float()
-    if bits < 16 and "latents" in form:  # one scale a row
-        codes, low_scale, truth = spread(v, bits)
-    if form != "channels":
-        codes, low_scale, truth = (
-            x if x is None else x.transpose(1, 2) for x in (codes, low_scale, truth)
-        )
+    if form == "channels":
+        v = v.transpose(1, 2).contiguous()
     if bits == 16:
-        return [poison(codes, ~read)], truth
-    return [codes, poison(low_scale, ~read)], truth
+        parts, truth = [v], v.float()
+    elif form == "plain" or "mixed" not in form and "latents" in form or form == "channels":
+        group = min(32, DV)
+        parts = [*quantize(v, bits, group)]
+        truth = compress.dequantize(*parts, bits, group, dtype).float()
+    else:
+        codes, scale, truth = spread(v, bits)
+        parts = [codes, scale]
+    if form != "channels":
+        parts = [x.transpose(1, 2) for x in parts]
+        truth = truth.transpose(1, 2)
+    return [*parts[:-1], poison(parts[-1], ~read)], truth
 
 
 def chosen_tokens(sets, n, B, S, pos):
@@ -4554,7 +4622,8 @@ def chosen_tokens(sets, n, B, S, pos):
     best, index = randn(B, *sets, S, seed=5).masked_fill(later, -torch.inf).topk(min(n, S))
     index = index.where(best > -torch.inf, -1).int()
     index[..., 2::7] = -1
-    index = index if sets else F.pad(index, (3, 0))[:, 3:]  # rows that lie apart
+    if not sets:
+        index = F.pad(index, (3, 0))[:, 3:]  # rows that lie apart
     member = torch.zeros(B, *sets, S + 1, dtype=torch.bool, device=DEVICE)
     return index, member.scatter(-1, index.long().where(index >= 0, S), True)[..., :S]
 
@@ -4562,47 +4631,67 @@ def chosen_tokens(sets, n, B, S, pos):
 def attend_case(
     dtype, form, tokens, B, S, Hkv, G, D, DV, bits, z, pos, n=40, r=24, rise=None, written=False
 ):
-    """Arguments of launch_attend, with NaN in every slot that it must not read, or if `written`
+    """Arguments of `launch_attend`, with NaN in every slot that it must not read, or if `written`
     only where there is no token; and what it gives, in fp32.
 
-    tokens: "all", or the kind of the index. rise: from the first to the last slot of the window
-    keys are their query times factors from rise[0] to rise[1]."""
-    pos, Hq = positions(*pos), Hkv * G
+    tokens: "all", or who has a set of its own in the index: "row", "KV head" or "query head". z:
+    exact slots. rise: from the first to the last of them keys are their query times factors from
+    rise[0] to rise[1]."""
+    pos = positions(*pos)
+    Hq = Hkv * G
     places = torch.arange(S, device=DEVICE)
+    # 1. Which tokens are attended, live [B, Hq, S], and so read by a KV head.
+    index = None
     if tokens == "all":
-        index, live = None, (places <= pos[:, None] - z)[:, None].expand(-1, Hq, -1)
+        live = (places <= pos[:, None] - z)[:, None].expand(-1, Hq, -1)
     else:
         sets = {"row": (), "KV head": (Hkv,), "query head": (Hq,)}[tokens]
         index, member = chosen_tokens(sets, n, B, S, pos)
-        live = member.reshape(B, -1, S).repeat_interleave(Hq // max(1, *sets, 1), 1)
+        queries_of_set = Hq // max(1, *sets, 1)
+        live = member.reshape(B, -1, S).repeat_interleave(queries_of_set, 1)
     read = live.unflatten(1, (Hkv, G)).any(2)
     if written:
         read = (places <= pos[:, None])[:, None].expand(-1, Hkv, -1)
+    # 2. What is stored.
     q = randn(B, Hq, D, dtype=dtype)
     keys, k = stored_keys(form, dtype, read, D, r, 2 if bits == 2 else 4)
     values, v = stored_values(form, dtype, read, DV, bits)
-    window = [randn(B, z, Hkv, width, seed=7, dtype=dtype) for width in (D, DV)] if z else []
-    if rise:
-        factors = torch.linspace(*rise, z, device=DEVICE)[:, None, None]
-        window[0] = (q[:, None, ::G].float() * factors).to(dtype)
+    exact = []
     if z:
-        k, v = (
-            torch.cat((x, w.transpose(1, 2).float()), 2)
-            for x, w in zip((k, v), window, strict=True)
-        )
-        filled = torch.arange(z, device=DEVICE) <= pos[:, None]
-        live = torch.cat((live, filled[:, None].expand(-1, Hq, -1)), 2)
-        window = [poison(x, ~filled) for x in window]
-    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+        exact_k = randn(B, z, Hkv, D, seed=7, dtype=dtype)
+        exact_v = randn(B, z, Hkv, DV, seed=7, dtype=dtype)
+        if rise:
+            factors = torch.linspace(*rise, z, device=DEVICE)[:, None, None]
+            exact_k = (q[:, None, ::G].float() * factors).to(dtype)
+        is_filled = torch.arange(z, device=DEVICE) <= pos[:, None]
+        k = torch.cat((k, exact_k.transpose(1, 2).float()), 2)
+        v = torch.cat((v, exact_v.transpose(1, 2).float()), 2)
+        live = torch.cat((live, is_filled[:, None].expand(-1, Hq, -1)), 2)
+        exact = [poison(exact_k, ~is_filled), poison(exact_v, ~is_filled)]
+    # 3. What attention gives.
+    k = k.repeat_interleave(G, 1)
+    v = v.repeat_interleave(G, 1)
     logits = torch.einsum("bhd,bhnd->bhn", q.float(), k) * D**-0.5
-    truth = torch.einsum("bhn,bhnd->bhd", logits.masked_fill(~live, -torch.inf).softmax(-1), v)
+    weights = logits.masked_fill(~live, -torch.inf).softmax(-1)
+    truth = torch.einsum("bhn,bhnd->bhd", weights, v)
     kind = form.split()[-1]
-    return (q, kind, keys, values, bits, pos, index, window, D**-0.5), truth
+    return (q, kind, keys, values, bits, pos, index, exact, D**-0.5), truth
+
+
+def launch_attend(q, kind, keys, values, bits, pos, index, exact, scale):
+    """The operation for a kind of keys, on what attend_case makes."""
+    v, v_scale = [*values, None][:2]
+    if kind == "plain":
+        return kernels.launch_attend_plain(q, keys[0], v, pos, index, exact, scale)
+    if kind == "channels":
+        assert index is None
+        return kernels.launch_attend_channels(q, *keys, v, v_scale, bits, pos, exact, scale)
+    return kernels.launch_attend_latents(q, *keys, v, v_scale, bits, pos, index, exact, scale)
 
 
 def check_attend(dtype, *case, **options):
     given, truth = attend_case(dtype, *case, **options)
-    close(kernels.launch_attend(*given), truth, dtype)
+    close(launch_attend(*given), truth, dtype)
 
 
 ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
@@ -4615,20 +4704,58 @@ ATTEND_SIZES = [  # B, S, Hkv, G, D, DV, bits, z, pos
     (2, 90, 3, 2, 96, 96, 2, 5, (89, 0)),
     (2, 90, 2, 2, 64, 64, 16, 24, (80, 40)),
 ]
+PLAIN_SIZES = [(*sizes[:6], 16, *sizes[7:]) for sizes in ATTEND_SIZES]
+CODED_SIZES = [sizes for sizes in ATTEND_SIZES if sizes[6] < 16]
 INDEXES = ["all", "row", "KV head", "query head"]
 
 
+@pytest.mark.parametrize("dtype, tokens, sizes", pairwise(DTYPES, INDEXES, PLAIN_SIZES))
+@poisoned
+def test_kernel_attend_plain(dtype, tokens, sizes):
+    """Every kind of index, with exact tokens and without."""
+    check_attend(dtype, "plain", tokens, *sizes)
+
+
 @pytest.mark.parametrize(
-    "dtype, form, tokens, sizes", pairwise(DTYPES, FORMATS, INDEXES, ATTEND_SIZES)
+    "dtype, form, tokens, sizes", pairwise(DTYPES, LATENT_FORMS, INDEXES, ATTEND_SIZES)
 )
 @poisoned
-def test_kernel_attend(dtype, form, tokens, sizes):
-    """Every format of keys and of values, every kind of index, with a window of exact tokens and
-    without."""
-    check_attend(dtype, form, "all" if form == "channels" else tokens, *sizes)
+def test_kernel_attend_latents(dtype, form, tokens, sizes):
+    """Latents in codes and in 16 bits, of all heads and of each, values of every form, every kind
+    of index, with exact tokens and without."""
+    check_attend(dtype, form, tokens, *sizes)
 
 
-# KV heads, D, tokens a tile, ranks a step, splits.
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, CODED_SIZES))
+@poisoned
+def test_kernel_attend_channels(dtype, sizes):
+    """Keys and values of 2 and of 4 bits, with exact tokens and without."""
+    check_attend(dtype, "channels", "all", *sizes)
+
+
+@pytest.mark.parametrize("tokens", ["all", "KV head"])
+def test_kernel_attend_plain_reads_e4m3(tokens):
+    """Numbers in e4m3 with a scale of each head, against their decoded numbers."""
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3")
+    dtype = DTYPES[1]
+    (q, _, (k,), (v,), _, pos, index, exact, scale), _ = attend_case(
+        dtype, "plain", tokens, 2, 90, 2, 2, 64, 64, 16, 24, (89, 40), written=True
+    )
+    k, v = k.nan_to_num(), v.nan_to_num()
+    k_scale = torch.tensor([[0.5, 0.02], [0.1, 0.03]], device=DEVICE)
+    v_scale = torch.tensor([[0.04, 0.3], [0.2, 0.01]], device=DEVICE)
+    k_codes = (k.float() / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    v_codes = (v.float() / v_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    k = (k_codes.float() * k_scale[..., None, None]).to(dtype)
+    v = (v_codes.float() * v_scale[..., None, None]).to(dtype)
+    given = pos, index, exact, scale
+    truth = kernels.launch_attend_plain(q, k, v, *given)
+    out = kernels.launch_attend_plain(q, k_codes, v_codes, *given, k_scale, v_scale)
+    assert error(out, truth) < 10 * TOLERANCE[dtype]
+
+
+# KV heads, D, tokens a tile, ranks a product, splits.
 TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 5), (1, 160, 16, 64, 20)]
 TILED = [*pairwise(FORMATS, ["all", "query head"], TILES), ("plain", "all", (1, 64, 32, 16, 70))]
 
@@ -4637,22 +4764,35 @@ TILED = [*pairwise(FORMATS, ["all", "query head"], TILES), ("plain", "all", (1, 
 @poisoned
 def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     """The basis at once and in steps; empty splits, and more than a merge takes at once."""
-    Hkv, D, tile, step, splits = sizes
+    Hkv, D, tile, ranks, splits = sizes
     if form == "channels":
-        tile, tokens = max(32, tile), "all"  # whole groups of 32 tokens
-    step = max(64, step) if "mixed" in form else step
-    monkeypatch.setattr(kernels, "ranks_at_once", lambda *_: step)
-    monkeypatch.setattr(kernels, "attend_config", lambda *_: (tile, 4, 2, 1))
+        tile = max(32, tile)  # whole groups of 32 tokens
+        tokens = "all"
+    if "mixed" in form:
+        ranks = max(64, ranks)
+    latents_config = kernels.latents_config
+
+    def small_config(dtype, R8, N4, *more):
+        config = latents_config(dtype, R8, N4, *more)
+        is_held = ranks >= R8 + 2 * N4
+        RB = kernels.power2(R8, 32) if is_held else ranks
+        return config._replace(RB=RB, HELD=is_held, T=tile, STAGES=2)
+
+    monkeypatch.setattr(kernels, "latents_config", small_config)
+    monkeypatch.setattr(kernels, "plain_config", lambda *_: (tile, 2))
+    monkeypatch.setattr(kernels, "channels_config", lambda *_: (tile, 4, 2, 1))
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
-    check_attend(torch.float16, form, tokens, 2, 310, Hkv, 2, D, D, 4, 100, (309, 120), n=130, r=57)
+    bits = 16 if form == "plain" else 4
+    sizes = (2, 310, Hkv, 2, D, D, bits, 100, (309, 120))
+    check_attend(torch.float16, form, tokens, *sizes, n=130, r=57)
 
 
 RISES = [(-3, 3), (3, -3), (-40, -40)]
 
 
-@pytest.mark.parametrize("G, rise", [*zip((1, 4, 4), RISES, strict=True)])
+@pytest.mark.parametrize("G, rise", [(1, RISES[0]), (4, RISES[1]), (4, RISES[2])])
 @poisoned
-def test_kernel_attend_window_of_several_tiles(G, rise):
+def test_kernel_attend_latents_beside_several_tiles_of_exact_tokens(G, rise):
     """Logits that rise from slot to slot, that fall, and all far below those of slots still
     empty."""
     case = ("joint latents", "row", 3, 200, 2, G, 64, 64, 4, 100, (199, 120, 30))
@@ -4678,12 +4818,12 @@ def test_kernel_attend_real_sizes(form, tokens, B, S, Hkv, G, bits, z, n, r):
     check_attend(torch.bfloat16, form, tokens, B, S, Hkv, G, 128, 128, bits, z, pos, n=n, r=r)
 
 
-LOGITS_SIZES = [
+LOGITS_SIZES = [  # B, S, Hkv, G, DV, pos
     (1, 70, 2, 1, 37, (69,)),
     (3, 300, 1, 8, 64, (299, 5, 0)),
     (2, 130, 2, 5, 200, (400, 64)),
+    (2, 90, 3, 3, 20, (88, 31)),
 ]
-LOGITS_SIZES += [(2, 90, 3, 3, 20, (88, 31))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -4697,8 +4837,27 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
     v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
     weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
     truth = (weights @ v.float()).flatten(1, 2)
-    logits, dead = logits.masked_fill(later[:, None, None], NAN), later[:, None].expand(-1, Hkv, -1)
-    close(kernels.attend_logits(logits, poison(v, dead), pos, kernel=True), truth, dtype)
+    logits = logits.masked_fill(later[:, None, None], NAN)
+    v = poison(v, later[:, None].expand(-1, Hkv, -1))
+    close(kernels.attend_logits(logits, v, pos, kernel=True), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype, G, sizes", pairwise(DTYPES, [1, 3], CODED_SIZES[:5]))
+@poisoned
+def test_kernel_attend_logits_of_an_index_beside_exact_tokens(dtype, G, sizes):
+    """Values in codes, as extras/hopper.py has it for SALS: its logits are given here, in the order
+    of the index."""
+    B, S, Hkv, _, D, _, bits, z, pos = sizes
+    form = "joint mixed latents"
+    case = (dtype, form, "row", B, S, Hkv, G, D, D, bits, z, pos)
+    (q, _, _, values, _, pos, index, exact, scale), truth = attend_case(*case)
+    every = torch.ones(B, Hkv, S, dtype=torch.bool, device=DEVICE)
+    _, k = stored_keys(form, dtype, every, D)
+    logits = torch.einsum("bhgd,bhsd->bhgs", q.unflatten(1, (Hkv, G)).float(), k)
+    at = index.clamp(min=0).long()[:, None, None].expand(-1, Hkv, G, -1)
+    logits = logits.gather(3, at).masked_fill(index[:, None, None] < 0, NAN)
+    out = kernels.launch_attend_logits(q, logits, *values, bits, pos, index, exact, scale)
+    close(out, truth, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -4715,25 +4874,87 @@ def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
     ],
 )
 @poisoned
-def test_kernel_attend_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
-    """In one kernel, whose programs have several tiles; and rows too wide for it, by their
+def test_kernel_attend_shared_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
+    """In one kernel, whose programs have several tiles; and latents too wide for it, by their
     logits."""
-    monkeypatch.setattr(kernels, "attend_splits", lambda *_: 1 if S == 500 else 3)
-    calls, scores = [], kernels.launch_scores
-    monkeypatch.setattr(
-        kernels, "launch_scores", lambda *given: calls.append(given) or scores(*given)
-    )
-    pos, q, rows = (
-        positions(*pos),
-        randn(B, Hq, W, dtype=dtype),
-        randn(B, S, W, seed=1, dtype=dtype),
-    )
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_, **__: 1 if S == 500 else 3)
+    calls = []
+    launch_scores = kernels.launch_scores
+
+    def counted_scores(*given):
+        calls.append(given)
+        return launch_scores(*given)
+
+    monkeypatch.setattr(kernels, "launch_scores", counted_scores)
+    pos = positions(*pos)
+    q = randn(B, Hq, W, dtype=dtype)
+    latents = randn(B, S, W, seed=1, dtype=dtype)
     later = torch.arange(S, device=DEVICE) > pos[:, None]
-    logits = (q.float() @ rows.float().mT * W**-0.5).masked_fill(later[:, None], -torch.inf)
-    truth = logits.softmax(-1) @ rows[..., :DV].float()
-    out = kernels.attend_latent(q, poison(rows, later), pos, DV, scale=W**-0.5, kernel=True)
+    logits = (q.float() @ latents.float().mT * W**-0.5).masked_fill(later[:, None], -torch.inf)
+    truth = logits.softmax(-1) @ latents[..., :DV].float()
+    latents = poison(latents, later)
+    out = kernels.attend_shared_latent(q, latents, pos, DV, scale=W**-0.5, kernel=True)
     close(out, truth, dtype)
     assert bool(calls) == wide
+
+
+RAGGED_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
+    ([32, 32, 32, 32], 1, 70, 1, (69,)),
+    ([16, 96, 48, 64, 80, 16], 3, 300, 2, (299, 0, 64)),
+    ([16, 96, 48, 64, 80, 16], 5, 90, 1, (1, 89, 63, 3, 0)),
+    ([40, 24, 8, 96], 2, 130, 8, (127, 128)),
+    ([16 * (1 + h % 6) for h in range(20)], 2, 150, 1, (149, 40)),
+    ([256, 16, 16, 200], 3, 75, 4, (3, 74, 40)),
+    ([88, 112, 24, 72], 1, 33, 3, (31,)),
+    ([16, 24], 1, 8400, 1, (8399,)),  # more parts than a merge takes at once
+]
+
+
+@pytest.mark.parametrize(
+    "dtype, balanced, sms, sizes", pairwise(DTYPES, [True, False], [1, 3, 40], RAGGED_SIZES)
+)
+@poisoned
+def test_kernel_attend_ragged(monkeypatch, dtype, balanced, sms, sizes):
+    """Against each head on its own, in the packed buffer and of the queries at its own rank, cut
+    for few programs and for many."""
+    ranks, B, S, G, pos = sizes
+    monkeypatch.setattr(kernels, "SMS", sms)
+    Hkv = len(ranks) // 2
+    pos = positions(*pos)
+    later = torch.arange(S, device=DEVICE) > pos[:, None]
+    parts = [randn(B, S, rank, seed=i, dtype=dtype) for i, rank in enumerate(ranks)]
+    q = randn(B, Hkv, G, max(ranks[:Hkv]), dtype=dtype)
+    truth = []
+    for h, rank in enumerate(ranks[:Hkv]):
+        logits = q[:, h, :, :rank].float() @ parts[h].float().mT * 0.2
+        weights = logits.masked_fill(later[:, None], -torch.inf).softmax(-1)
+        truth.append((weights @ parts[Hkv + h].float()).flatten(1))
+        q[:, h, :, rank:] = NAN
+    packed = torch.cat([poison(part, later).flatten() for part in parts])
+    table = kernels.ragged_table(ranks, DEVICE, balanced)
+    out = kernels.launch_attend_ragged(q.flatten(1, 2), packed, table, ranks, pos, 0.2, balanced)
+    close(out, torch.cat(truth, 1), dtype)
+
+
+def test_kernel_attend_ragged_gives_programs_equal_bytes():
+    """The line of work: the widest head first, and a block's work is what it reads. Without the
+    balance a block of each head is the same work."""
+    ranks = [16, 96, 48, 64, 80, 16]
+    heads = kernels.ragged_heads(ranks, balanced=True)
+    assert [head.head for head in heads] == [1, 0, 2]  # of 176, 80 and 64 numbers a token
+    assert [head.work for head in heads] == [22, 10, 8]
+    assert [head.work_before for head in heads] == [0, 22, 32]
+    assert [head.k_before for head in heads] == [16, 0, 112]
+    assert [head.v_before for head in heads] == [224, 160, 304]
+    assert [head.work for head in kernels.ragged_heads(ranks, balanced=False)] == [1, 1, 1]
+
+
+def test_kernel_attend_ragged_pads_ranks_by_less_than_half():
+    """product_widths: two parts where these are less than one."""
+    widths = {rank: kernels.product_widths(rank) for rank in range(8, 257, 8)}
+    for rank, (first, second) in widths.items():
+        assert rank <= first + second < max(17, 1.5 * rank)
+    assert widths[72] == (64, 16) and widths[64] == (64, 0) and widths[112] == (128, 0)
 
 
 # ---- copied into another project
@@ -4831,19 +5052,64 @@ def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
 
 
-@pytest.mark.parametrize("name", ["attend", "scores", "select"])
+def check_operation(name, launch):
+    """Runs `launch`, a copy of kernels.launch_NAME, against the truth of its own test."""
+    pos = positions(80, 3)
+    if name == "attend_plain":
+        check_attend(torch.float16, "plain", "row", 2, 90, 2, 2, 64, 64, 16, 8, (80, 3))
+    elif name == "attend_latents":
+        form = "joint mixed latents"
+        check_attend(torch.float16, form, "row", 2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
+    elif name == "attend_channels":
+        check_attend(torch.float16, "channels", "all", 2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
+    elif name == "attend_shared_latent":
+        q = randn(2, 4, 48)
+        latent = randn(2, 90, 48, seed=1)
+        truth = kernels.attend_shared_latent(q, latent, pos, 32, scale=0.2, kernel=False)
+        close(launch(q, latent, pos, 32, 0.2), truth, torch.float32)
+    elif name == "attend_logits":
+        logits = randn(2, 2, 3, 90)
+        v = randn(2, 2, 90, 32, seed=1)
+        truth = kernels.attend_logits(logits, v, pos, kernel=False)
+        q = randn(2, 6, 16)
+        close(launch(q, logits, v, None, 16, pos, None, [], 1.0), truth, torch.float32)
+    elif name == "attend_ragged":
+        ranks = [16, 40, 24, 8]
+        q = randn(2, 4, 40)
+        packed = randn(2 * 90 * sum(ranks), seed=1)
+        truth = kernels.attend_ragged(q, packed, ranks, None, pos, scale=0.2)
+        table = kernels.ragged_table(ranks, DEVICE)
+        close(launch(q, packed, table, ranks, pos, 0.2), truth, torch.float32)
+    elif name == "scores":
+        check_scores(torch.float16, "largest", True, 2, 90, 1, 4, 40, 32)
+    elif name == "block_scores":
+        check_block_scores(torch.float16, True, 2, 90, 1, 4, 40, 32, 48, 0)
+    else:
+        check_select("ties", 257, 4, 33, 8, (256, 17))
+
+
+COPIED_OPERATIONS = [
+    "attend_plain",
+    "attend_latents",
+    "attend_channels",
+    "attend_shared_latent",
+    "attend_logits",
+    "attend_ragged",
+    "scores",
+    "block_scores",
+    "select",
+]
+
+
+@pytest.mark.parametrize("name", COPIED_OPERATIONS)
 def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monkeypatch):
     """Copied with the functions and constants that it names, and they name."""
     module = copied(f"launch_{name}", tmp_path)
-    assert (tmp_path / "copied.py").stat().st_size < (ROOT / "kernels.py").stat().st_size * 0.4
-    monkeypatch.setattr(kernels, f"launch_{name}", getattr(module, f"launch_{name}"))
-    if name == "attend":
-        sizes = (2, 90, 2, 2, 64, 64, 4, 8, (80, 3))
-        check_attend(torch.float16, "joint mixed latents", "row", *sizes)
-    elif name == "scores":
-        check_scores(torch.float16, "softmax", True, 2, 90, 1, 4, 40, 32, 48, 0)
-    else:
-        check_select("ties", 257, 4, 33, 8, (256, 17))
+    size = (tmp_path / "copied.py").stat().st_size
+    assert size < (ROOT / "kernels.py").stat().st_size * 0.3
+    launch = getattr(module, f"launch_{name}")
+    monkeypatch.setattr(kernels, f"launch_{name}", launch)
+    check_operation(name, launch)
 
 
 # ---- compiled for GPUs that are not there
@@ -4894,47 +5160,56 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
         pos = zeros(B, dtype=i32)
         kernels.launch_select(zeros(B, 4992, dtype=fp32), pos, 4, 200, 16)
 
-        def attend(form, H, G, bits, z, tokens="all", r=256, dtype=bf16, values=None):
+        def attend(form, H, G, bits, z, tokens="all", r=256, dtype=bf16):
             sizes = B, S, H, G, D, D, bits, z, (S - 1, 9)
-            given = [*test_all.attend_case(dtype, form, tokens, *sizes, n=448, r=r)[0]]
-            given[3] = values or given[3]
-            kernels.launch_attend(*given)
-            return given[3]
+            given = test_all.attend_case(dtype, form, tokens, *sizes, n=448, r=r)[0]
+            test_all.launch_attend(*given)
 
         for H, G in ((8, 4), (32, 1)):
             for tokens in ("all", "query head"):
                 attend("plain", H, G, 16, 0, tokens)
                 attend("plain", H, G, 16, 80, tokens)
-                in_groups = attend("plain", H, G, 4, 80, tokens)
-                attend("joint latents", H, G, 4, 80, tokens, values=in_groups)
+                attend("joint latents", H, G, 4, 80, tokens)
                 attend("joint mixed latents", H, G, 4, 80, tokens, 512)
+                attend("latents", H, G, 16, 0, tokens)
             attend("joint mixed latents", H, G, 4, 80, r=512, dtype=fp32)
             attend("channels", H, G, 4, 80)
             k = zeros(B, H, S, D)
             for rule in test_all.RULES:
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
-            kernels.attend_logits(zeros(B, H, G, S, dtype=fp32), k, pos, kernel=True)
+            logits = zeros(B, H, G, S, dtype=fp32)
+            kernels.attend_logits(logits, k, pos, kernel=True)
+            mixed = test_all.attend_case(
+                bf16, "joint mixed latents", "row", B, S, H, G, D, D, 4, 80, (S - 1, 9), n=448
+            )[0]
+            q, _, _, values, bits, _, index, exact, _ = mixed
+            kernels.launch_attend_logits(q, logits, *values, bits, pos, index, exact, 1.0)
+            if overlaps or e4m3:
+                e = zeros(B, H, S, D, dtype=torch.float8_e4m3fn)
+                one = torch.ones(B, H)
+                kernels.launch_attend_plain(q, e, e, pos, None, [], 1.0, one, one)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
-                kernels.attend_latent(zeros(B, H * G, W), zeros(B, 4992, W), pos, DV, **how)
+                kernels.attend_shared_latent(zeros(B, H * G, W), zeros(B, 4992, W), pos, DV, **how)
         kernels.launch_append(*test_all.appended(B, 32, D, 128, 192, S, 2, bf16))
         for coded in (False, True):
             kernels.launch_block_queries(*test_all.placed_queries(B, 4, 8, 4, D, 200, bf16), coded)
         latents = zeros(B, 1, S, 128, dtype=i8), zeros(B, 1, S, dtype=fp32)
-        latents += (pos, 1.0, "softmax", 128, zeros(B, 32, 32, dtype=fp32), 16)
-        kernels.launch_scores(zeros(B, 4, 1, 32, 128), *latents)
+        latents += (pos, 1.0, 128, zeros(B, 32, 32, dtype=fp32), 16)
+        kernels.launch_block_scores(zeros(B, 4, 1, 32, 128), *latents)
         codes = zeros(2, B, 4, 1, 32, 128, dtype=i8)
-        kernels.launch_scores(codes, *latents, query_scale=zeros(B, 4, 32, dtype=fp32))
-        ranks = [96, 48, 80, 16]
-        table, packed = kernels.rank_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
-        kernels.launch_attend_ragged(zeros(B, 8, 96), packed, table, ranks, pos, 1.0)
+        kernels.launch_block_scores(codes, *latents, query_scale=zeros(B, 4, 32, dtype=fp32))
+        ranks = [96, 48, 24, 80, 16, 72]
+        table, packed = kernels.ragged_table(ranks, torch.device("cpu")), zeros(B * S * sum(ranks))
+        kernels.launch_attend_ragged(zeros(B, 12, 96), packed, table, ranks, pos, 1.0)
         assert {name for name, _ in compiled} == names, names - {name for name, _ in compiled}
         small = len(compiled)
         if overlaps:  # Hopper GPUs, which have more: a basis that is held, wide plain values
-            kernels.roomy = lambda device: True
+            kernels.has_large_shared_memory = lambda device: True
             attend("joint latents", 8, 4, 16, 80)
             for W, DV in ((32, 32), (40, 24), (64, 40), (104, 60), (256, 256), (512, 448)):
-                kernels.attend_latent(zeros(B, 32, W), zeros(B, 4992, W), pos, DV, **how)
-                kernel = [kernel for name, kernel in compiled if name == "_attend_kernel"][-1]
+                kernels.attend_shared_latent(zeros(B, 32, W), zeros(B, 4992, W), pos, DV, **how)
+                name = "_attend_shared_latent_kernel"
+                kernel = [kernel for each, kernel in compiled if each == name][-1]
                 code = kernel.asm["ttgir"]
                 # A tile is read in a branch after the loads of the next one have begun.
                 has_branch = "scf.if" in code
@@ -4951,44 +5226,11 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                     weights = name == "_block_queries_kernel" and touch == "ld.global"
                     assert weights or touch not in before, (name, touch)
     """
-    run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
+    flags = f"overlaps, e4m3 = {capability >= 90}, {capability >= 89}\n"
+    run_for_hopper(flags, program, capability=capability)
 
 
-# ---- heads of unequal rank, rows of host memory
-
-
-UNEQUAL = [16, 96, 48, 64, 80, 16]
-FDC_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
-    ([32, 32, 32, 32], 1, 70, 1, (69,)),
-    (UNEQUAL, 3, 300, 2, (299, 0, 64)),
-    (UNEQUAL, 5, 90, 1, (1, 89, 63, 3, 0)),
-    ([40, 24, 8, 96], 2, 130, 8, (127, 128)),
-    ([16 * (1 + h % 6) for h in range(20)], 2, 150, 1, (149, 40)),
-    ([16, 24], 1, 8400, 1, (8399,)),  # 66 splits, of which a merge takes 64 at once
-]
-
-
-@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, FDC_SIZES))
-@poisoned
-def test_kernel_fdc_attend(dtype, sizes):
-    """Against each head on its own, in the packed buffer and of the queries at its own rank."""
-    ranks, B, S, G, pos = sizes
-    Hkv, pos = len(ranks) // 2, positions(*pos)
-    later = torch.arange(S, device=DEVICE) > pos[:, None]
-    parts = [randn(B, S, rank, seed=i, dtype=dtype) for i, rank in enumerate(ranks)]
-    q = randn(B, Hkv, G, max(ranks[:Hkv]), dtype=dtype)
-    truth = []
-    for h, rank in enumerate(ranks[:Hkv]):
-        logits = q[:, h, :, :rank].float() @ parts[h].float().mT * 0.2
-        weights = logits.masked_fill(later[:, None], -torch.inf).softmax(-1)
-        truth.append(weights @ parts[Hkv + h].float())
-        q[:, h, :, rank:] = NAN
-    packed = torch.cat([poison(part, later).flatten() for part in parts])
-    stored = packed, kernels.rank_table(ranks, DEVICE), ranks
-    out = kernels.launch_attend_ragged(q.flatten(1, 2), *stored, pos, 0.2).unflatten(1, (Hkv, G))
-    for h, rank in enumerate(ranks[Hkv:]):
-        close(out[:, h, :, :rank], truth[h], dtype)
-        assert not out[:, h, :, rank:].any()
+# ---- rows of host memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -5032,39 +5274,39 @@ def test_kernels_reach_host_memory_through_its_address():
 
 
 SALS_0 = SPARSE | {"skip": "0"}
-OPERATIONS = "append attend attend_ragged block_queries scores select".split()
-CHOSEN = "block_queries latents scores select"
-# method, options (and head_dim), group, operations (of attend, the kinds of keys)
+OPERATIONS = ["append", "block_queries", "block_scores", "scores", "select", "attend_ragged"]
+OPERATIONS += ["attend_plain", "attend_latents", "attend_channels", "attend_shared_latent"]
+OURS = "block_queries attend_latents block_scores select"  # of our SALS
+WIDE_BIAS = {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}
+PAPER_LRQK = {"rank": 8, "k": 24, "recent": 8, "variant": "paper", "slots": 1.5}
+# method, options (and head_dim), group, operations
 SAME_WITH_KERNELS = [
-    ("dense", {}, 4, "plain"),
-    ("sals", SALS_0, 2, "plain scores select"),
-    ("sals", CODES | {"skip": ""}, 8, "append " + CHOSEN),
-    ("sals", SALS_0 | {"bits": 2, "rank": 0.3}, 1, "plain scores select"),
-    ("sals", CODES | {"skip": "0", "head_dim": 128}, 2, "append channels " + CHOSEN),
-    ("sals", CODES | {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}, 1, "append " + CHOSEN),
-    ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, "append " + CHOSEN),
-    ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append latents scores select"),
+    ("dense", {}, 4, "attend_plain"),
+    ("sals", SALS_0, 2, "attend_latents scores select"),
+    ("sals", SALS_0 | {"bits": 2, "rank": 0.3}, 1, "attend_latents scores select"),
+    ("sals", CODES | {"skip": ""}, 8, f"append {OURS}"),
+    ("sals", CODES | {"skip": "0", "head_dim": 128}, 2, f"append attend_channels {OURS}"),
+    ("sals", CODES | WIDE_BIAS, 1, f"append {OURS}"),
+    ("sals", CODES | {"skip": "", "bits": 2, "head_dim": 80}, 1, f"append {OURS}"),
+    ("sals", CODES | {"skip": "", "score": "sum"}, 4, "append attend_latents scores select"),
+    # values of 24 channels in codes: no kernel attends these
     (
         "sals",
         CODES | {"skip": "", "head_dim": 24, "rank": 0.8},
         2,
-        "append block_queries scores select",
+        "append block_queries block_scores select",
     ),
     ("fdc", {"rate": 0.2}, 2, "attend_ragged"),
     ("fdc", {"adaptive": False}, 8, "attend_ragged"),
-    ("kivi", {"residual": 32}, 4, "channels"),
-    ("kivi", {"residual": 32, "bits": 2}, 1, "channels"),
-    ("elitekv", {}, 2, "mla"),
-    ("loki", {"reduced": True, "d": 0.5}, 2, "plain"),
-    ("loki", {"k": 0.5, "d": 0.25}, 2, "plain scores select"),
-    ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "plain scores select"),
-    (
-        "lrqk",
-        {"rank": 8, "k": 24, "recent": 8, "variant": "paper", "slots": 1.5},
-        2,
-        "plain scores select",
-    ),
-    ("topk", {"keep": 32}, 2, "plain scores select"),
+    ("fdc", {"rate": 0.2, "balanced": False}, 1, "attend_ragged"),
+    ("kivi", {"residual": 32}, 4, "attend_channels"),
+    ("kivi", {"residual": 32, "bits": 2}, 1, "attend_channels"),
+    ("elitekv", {}, 2, "attend_shared_latent"),
+    ("loki", {"reduced": True, "d": 0.5}, 2, "attend_plain"),
+    ("loki", {"k": 0.5, "d": 0.25}, 2, "attend_plain scores select"),
+    ("lrqk", {"rank": 8, "k": 24, "recent": 8}, 2, "attend_plain scores select"),
+    ("lrqk", PAPER_LRQK, 2, "attend_plain scores select"),
+    ("topk", {"keep": 32}, 2, "attend_plain scores select"),
 ]
 
 
@@ -5083,7 +5325,7 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
         operation = getattr(kernels, f"launch_{name}")
 
         def spy(*given, name=name, operation=operation):
-            calls.add(given[1] if name == "attend" else name)
+            calls.add(name)
             return operation(*given)
 
         monkeypatch.setattr(kernels, f"launch_{name}", spy)
@@ -5098,22 +5340,35 @@ def test_decode_with_kernels_equals_decode_without(method, options, group, opera
     assert error(logits[1], logits[0]) < 1e-5
 
 
+def good_attend_arguments(form: str) -> dict:
+    """Arguments by name of the operation for a form of keys, at which nothing is wrong."""
+    tokens, G = ("row", 1) if "latents" in form else ("all", 2)
+    bits = 16 if form == "plain" else 4
+    sizes = 1, 40, 2, G, 32, 32, bits, 4, (39,)
+    given, _ = attend_case(torch.float32, form, tokens, *sizes, written=True)
+    q, _, keys, values, _, pos, index, exact, scale = given
+    always = {"q": q, "pos": pos, "exact": exact, "scale": scale}
+    if form == "plain":
+        return always | {"k": keys[0], "v": values[0], "index": index}
+    always |= {"v": values[0], "v_scale": values[1], "bits": bits}
+    if form == "channels":
+        return always | {"k": keys[0], "k_scale": keys[1]}
+    names = "latent latent_scale int4_dims basis basis_scale bias rope".split()
+    return always | dict(zip(names, keys, strict=True)) | {"index": index}
+
+
 def good_arguments(name: str) -> dict:
-    """Arguments of an operation, or of attend over a format of keys, by name, at which nothing is
+    """Arguments of an operation, or of attend over a form of keys, by name, at which nothing is
     wrong."""
     if name in FORMATS:
-        names = ("q", "kind", "keys", "values", "bits", "pos", "index", "window", "scale")
-        tokens, G = ("row", 1) if "latents" in name else ("all", 2)
-        sizes = 1, 40, 2, G, 32, 32, 4, 4, (39,)
-        given, _ = attend_case(torch.float32, name, tokens, *sizes, written=True)
-        return dict(zip(names, given, strict=True))
+        return good_attend_arguments(name)
     pos, q = positions(9), randn(1, 2, 16)
     rows, hot, index = (
         randn(1, 2, 9, 16),
         randn(1, 2, 3, 16),
         torch.zeros(1, 2, 1).long().to(DEVICE),
     )
-    table = kernels.rank_table([16, 16], DEVICE)
+    table = kernels.ragged_table([16, 16], DEVICE)
     fdc = {"q": q, "packed": randn(640), "table": table, "ranks": [16, 16]}
     fetch = {"rows": rows, "index": index, "place": index, "miss": index == 0, "hot": hot}
     scores = {"queries": randn(1, 1, 4, 8), "vectors": randn(1, 1, 10, 8), "vector_scale": None}
@@ -5132,6 +5387,21 @@ def good_arguments(name: str) -> dict:
             "v": randn(1, 2, 9, 8),
             "pos": pos,
             "kernel": True,
+        },
+        "attend_shared_latent": {
+            "q": q,
+            "latent": randn(1, 10, 16),
+            "pos": pos,
+            "DV": 8,
+            "scale": 1.0,
+        },
+        "block_scores": {
+            "queries": randn(1, 2, 1, 4, 8),
+            "vectors": randn(1, 1, 20, 8),
+            "vector_scale": None,
+            "pos": pos,
+            "scale": 1.0,
+            "block": 16,
         },
         "attend_ragged": fdc | {"pos": pos, "scale": 1.0},
         "fetch_rows": fetch,
@@ -5153,18 +5423,18 @@ def turned(x):
     return x.mT.contiguous().mT
 
 
-REFUSED = [  # operation or format of keys, arguments and their changes, the message
+MIXED = "joint mixed latents"
+REFUSED = [  # operation or form of keys, arguments and their changes, the message
     ("plain", {"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
     ("plain", {"q": turned}, "q .* must be contiguous"),
     ("plain", {"q": lambda q: q.half()}, "keys must be torch.float16"),
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
-    ("plain", {"keys": other(0, turned)}, "keys must be whole vectors"),
-    ("plain", {"bits": instead(3)}, "bits must be 2, 4 or 16"),
-    ("plain", {"bits": instead(16)}, "values must be torch.float32"),
-    ("plain", {"values": other(1, lambda x: x.float())}, "scale of values must be torch.float16"),
-    ("plain", {"values": other(1, lambda x: x.contiguous())}, "scale of values must lie as"),
-    ("plain", {"window": other(0, lambda x: x.half())}, "window keys must be torch.float32"),
-    ("plain", {"window": other(1, lambda x: x[:, 1:])}, "window values must be"),
+    ("plain", {"k": turned}, "keys must be whole vectors"),
+    ("plain", {"v": lambda v: v.half()}, "values must be torch.float32"),
+    ("plain", {"k_scale": lambda _: randn(1, 2)}, "keys must be torch.float8"),
+    ("plain", {"v_scale": lambda _: randn(1, 2)}, "have scales, or none"),
+    ("plain", {"exact": other(0, lambda x: x.half())}, "exact keys must be torch.float32"),
+    ("plain", {"exact": other(1, lambda x: x[:, 1:])}, "exact values must be"),
     (
         "plain",
         {"index": lambda _: torch.zeros(1, 2, 9, device=DEVICE)},
@@ -5172,20 +5442,21 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
     ),
     ("plain", {"index": lambda _: positions(1, 2, 3)}, r"index must be \[1, .., n\]"),
     ("plain", {"index": lambda _: positions(1, 2, 3).view(1, 3, 1)}, "a query head, not 3"),
-    ("joint latents", {"keys": other(1, lambda _: randn(1, 2, 40))}, "codes of latents have"),
-    ("joint latents", {"keys": other(4, lambda _: randn(2, 32, 1))}, "codes of latents have"),
-    ("joint latents", {"keys": other(2, lambda _: randn(1, 2, 40, 4))}, "codes of latents have"),
-    ("plain", {"values": lambda values: values[:1]}, "need low_scale"),
-    ("joint latents", {"keys": other(3, lambda x: x[:, :16])}, "basis .* must be"),
-    ("joint latents", {"keys": other(5, lambda _: randn(2, 16, 1))}, "bias .* must be"),
-    ("joint latents", {"keys": other(6, lambda x: x[:39])}, "rope has 39 positions, the cache 40"),
-    ("channels", {"keys": other(0, lambda x: x[..., :4])}, "2 or 4 bits, not"),
-    (
-        "channels",
-        {"index": lambda _: positions(1, 2).view(1, 2)},
-        "of channels all tokens are attended",
-    ),
-    ("channels", {"keys": other(1, lambda x: x[:, :, :1])}, "low_scale of keys must be"),
+    ("joint latents", {"latent_scale": lambda _: randn(1, 2, 40)}, "codes of latents have"),
+    ("joint latents", {"basis_scale": lambda _: randn(2, 32, 1)}, "codes of latents have"),
+    ("joint latents", {"int4_dims": lambda _: randn(1, 2, 40, 4)}, "codes of latents have"),
+    ("joint latents", {"v_scale": instead(None)}, "values of 4 bits need a scale"),
+    ("joint latents", {"basis": lambda x: x[:, :16]}, "basis .* must be"),
+    ("joint latents", {"bias": lambda _: randn(2, 16, 1)}, "bias .* must be"),
+    ("joint latents", {"rope": lambda x: x[:39]}, "rope has 39 positions, the cache 40"),
+    ("joint latents", {"bits": instead(3)}, "codes have 2 or 4 bits, not 3"),
+    (MIXED, {"v_scale": lambda x: x.float()}, "scale of values must be torch.float16"),
+    (MIXED, {"v_scale": lambda x: x.contiguous()}, "scale of values must lie as"),
+    ("channels", {"k": lambda x: x[..., :4]}, "2 or 4 bits, not"),
+    ("channels", {"k_scale": lambda x: x[:, :, :1]}, "scale of keys must be"),
+    ("channels", {"k": lambda x: x[:, :, :32]}, "keys of 32 tokens do not fit values of 40"),
+    ("attend_shared_latent", {"latent": lambda x: x.half()}, "latent must be torch.float32"),
+    ("attend_shared_latent", {"DV": instead(17)}, "no value of 17"),
     ("append", {"latent": turned}, "row of latent must be contiguous"),
     ("append", {"codes": lambda x: x[..., :15]}, "15 bytes are no codes of 64 values"),
     ("append", {"scale": lambda x: x.float()}, "scale must be torch.float16"),
@@ -5200,24 +5471,16 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
         "pos .* must be c",
     ),
     ("scores", {"queries": lambda _: randn(1, 1, 4, 9)}, "do not fit vectors"),
-    ("scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
+    ("block_scores", {"offset": lambda _: randn(1, 9, 4), "run": instead(1)}, "offset must be"),
     ("scores", {"rule": instead("sum")}, "no rule sum"),
     ("scores", {"vector_scale": lambda _: randn(1, 1, 10)}, "vectors must be torch.int8"),
     (
         "scores",
-        {"queries": lambda q: q[..., :3], "vectors": lambda x: x[..., :3]},
+        {"queries": lambda _: randn(1, 1, 4, 3), "vectors": lambda x: x[..., :3]},
         "must be whole vectors",
     ),
-    (
-        "scores",
-        {"queries": lambda _: randn(1, 3, 1, 4, 8), "block": instead(8)},
-        "no queries for blocks",
-    ),
-    (
-        "scores",
-        {"queries": lambda _: randn(1, 2, 1, 4, 8), "block": instead(8)},
-        "not a multiple of 16",
-    ),
+    ("block_scores", {"queries": lambda _: randn(1, 3, 1, 4, 8)}, "no queries for blocks"),
+    ("block_scores", {"block": instead(8)}, "not a multiple of 16"),
     ("attend_logits", {"logits": lambda x: x.half()}, "must be torch.float32"),
     ("attend_logits", {"v": lambda v: v[:, :1]}, "do not divide|logits must be"),
     ("attend_ragged", {"ranks": instead([16])}, "ranks must be d_qk and d_v"),
@@ -5228,7 +5491,10 @@ REFUSED = [  # operation or format of keys, arguments and their changes, the mes
 
 
 def operation_of(name: str) -> Callable:
-    name = "attend" if name in FORMATS else name
+    if name in FORMATS:
+        name = f"attend_{name.split()[-1]}"
+    if name == "attend_logits":
+        return kernels.attend_logits
     return getattr(kernels, f"launch_{name}", None) or getattr(kernels, name)
 
 

@@ -34,6 +34,7 @@ from compress import (
     ScoringCache,
     TokenStore,
     appended,
+    attend,
     each_layer,
     fit_budget,
     fold_values,
@@ -96,7 +97,7 @@ class StreamingCache(DenseCache):
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
         self.select(pos, q)
         # Attend all slots. They fill from the left, so those up to pos hold a token.
-        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingStore]:
@@ -455,9 +456,7 @@ class SnapKvCache(SlotCache):
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
         self.select(pos, q)
-        return kernels.attend(
-            q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel
-        )
+        return attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
 
 
 @dataclass
@@ -1280,7 +1279,7 @@ class ShadowKvCache(Cache):
         k_recent, v_recent = self.ring.vectors.chunk(2, -1)
         keys = torch.cat((k_outliers, k_selected, k_recent), 2)
         values = torch.cat((v_outliers, v_selected, v_recent), 2)
-        return kernels.attend_rows(
+        return kernels.attend_plain(
             q, keys, values, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
         )
 
@@ -1380,18 +1379,6 @@ def palu_step(
     return output, (latents, values)
 
 
-class PaluKeys(RebuiltKeys):
-    """Keys rebuilt of latents [B, Hkv, S, r] in 16 bits, each head's own."""
-
-    def for_kernel(self, basis: Tensor) -> list[Tensor | None]:
-        """As the kernel takes what is no code: latents without scales, a basis without one."""
-        n_heads = len(basis)
-        bias = self.bias.float()[..., None]  # [Hkv, D, 1]
-        paired_basis = kernels.interleave_rope(self.basis.flatten(0, 1), n_heads)
-        paired_bias = kernels.interleave_rope(bias.flatten(0, 1), n_heads)
-        return [None, None, paired_basis, None, paired_bias]
-
-
 class PaluCache(Cache):
     """Folded values, and latents of the keys before RoPE: FDC's /PRC, no post-RoPE compression.
 
@@ -1403,7 +1390,7 @@ class PaluCache(Cache):
         bias, _ = kv_bias(fitted.attention, context.config)
         n_heads, _, r = basis.shape
         latents = TokenStore(context, n_heads, context.max_seq_length, r)
-        self.keys = PaluKeys(latents, basis.to(context.device), bias.to(context.dtype))
+        self.keys = RebuiltKeys(latents, basis.to(context.device), bias.to(context.dtype))
         self.values = TokenStore(context, n_heads, context.max_seq_length, r)
 
     def latent(self, k: Tensor) -> Tensor:
@@ -1435,7 +1422,7 @@ class PaluCache(Cache):
         self.keys.latents.write_token(pos, self.latent(k))
         self.values.write_token(pos, self.of_heads(values))
         q = self.rope(q, pos)
-        return kernels.attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:

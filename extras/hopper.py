@@ -2,10 +2,9 @@
 `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of
-warps. generate.py imports this file on such a GPU. Its last line registers `attend` with
-kernels.py, whose launch_attend then asks it first, and the engine takes `chained_decode` for its
-decode step. This file is
-optional: delete it and everything still runs.
+warps. generate.py imports this file on such a GPU. Its last lines register attend_latents and
+attend_channels with kernels.py, whose launchers then ask them first, and the engine takes
+`chained_decode` for its decode step. This file is optional: delete it and everything still runs.
 """
 
 import functools
@@ -58,38 +57,72 @@ def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
 # --------------------------------------------------------------------- attention over stored tokens
 
 
-def attend(
+def attend_latents(
     q: Tensor,
-    kind: str,
-    keys: Sequence[Tensor | None],
-    values: Sequence[Tensor | None],
+    latent: Tensor,
+    latent_scale: Tensor | None,
+    int4_dims: Tensor | None,
+    basis: Tensor,
+    basis_scale: Tensor | None,
+    bias: Tensor | None,
+    rope: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None,
     bits: int,
     pos: Tensor,
     index: Tensor | None,
-    window: Sequence[Tensor],
+    exact: Sequence[Tensor],
     scale: float,
-    key_stores: tuple,
-    value_stores: tuple,
 ) -> Tensor | None:
-    """kernels.launch_attend, of stores that it has checked, where a kernel here is faster; else
-    None. One attends keys in KIVI's codes that queries share (shares_keys), another makes the
-    logits of chosen keys, rebuilt from latents of all heads (streams_basis)."""
-    (_, Hq, D), Hkv = q.shape, values[0].shape[1]
-    if index is None and kind == "channels" and window and shares_keys(q, Hq // Hkv, bits):
-        if values[0].shape[3] * 8 // bits == D and aligned(*keys, *values):
-            return _attend_shared(q, key_stores, value_stores, window, pos, bits, scale)
-    if index is not None and kind == "latents" and index.ndim == 2:
-        latent, _, rest, basis, _, bias, _ = keys
-        joint = (latent.stride(1) == 0 or len(basis) == 1) and Hkv == len(basis)
-        # in a byte of the last lie two
-        ranks = [latent.shape[3], 0 if rest is None else rest.shape[3]]
-        sizes = (*index.shape, Hq, Hkv, D, *ranks, kernels.tile_itemsize(q.dtype, latent))
-        if joint and streams_basis(q.device, *sizes) and aligned(latent[:, 0], basis):
-            logits = _streamed_logits(q, index, *key_stores)
-            return kernels.launch_attend(
-                q, "logits", [logits], values, bits, pos, index, window, scale
-            )
-    return None
+    """kernels.launch_attend_latents, of arguments that it has checked, where a kernel here makes
+    the logits faster: those of chosen keys, rebuilt from latents that all heads share. Else
+    None."""
+    if index is None or index.ndim > 2:
+        return None
+    _, Hq, D = q.shape
+    Hkv = v.shape[1]
+    is_shared = latent.stride(1) == 0 or Hkv == 1
+    fits = streams_basis(
+        q.device,
+        *index.shape,
+        Hq,
+        Hkv,
+        D,
+        r=latent.shape[3],
+        width=0 if int4_dims is None else int4_dims.shape[3],
+        itemsize=kernels.tile_itemsize(q.dtype, latent),
+    )
+    if not (is_shared and fits and aligned(latent[:, 0], basis)):
+        return None
+    words = rope.view(torch.int32)
+    logits = _streamed_logits(
+        q, index, latent, latent_scale, int4_dims, basis, basis_scale, bias, words
+    )
+    return kernels.launch_attend_logits(q, logits, v, v_scale, bits, pos, index, exact, scale)
+
+
+def attend_channels(
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    bits: int,
+    pos: Tensor,
+    exact: Sequence[Tensor],
+    scale: float,
+) -> Tensor | None:
+    """kernels.launch_attend_channels, of arguments that it has checked, where the kernel here is
+    faster: for queries that share keys (shares_keys). Else None."""
+    _, Hq, D = q.shape
+    Hkv = v.shape[1]
+    DV = v.shape[3] * 8 // bits
+    fits = exact and DV == D and v_scale.ndim == 5 and shares_keys(q, Hq // Hkv, bits)
+    if not (fits and aligned(k, k_scale, v, v_scale)):
+        return None
+    keys = k.view(torch.int32), k_scale.view(torch.int32)
+    values = v.view(torch.int32), v_scale.view(torch.int32)
+    return _attend_shared(q, keys, values, exact, pos, bits, scale)
 
 
 # ---------------------------------------------------------- attention over compressed tokens (SALS)
@@ -474,7 +507,7 @@ def _decode_ptx(BITS):
 @gluon.jit
 def _decoded(words, turn, lows, steps, BITS: gl.constexpr):
     """Words of codes to values [T, D] in fp16, given _steps of each byte's group: a code as the top
-    bits of a mantissa reads 1 + code / 2**BITS (see kernels._code_values), minimum + code * scale
+    bits of a mantissa reads 1 + code / 2**BITS (see kernels._decode_values), minimum + code * scale
     is then one FMA, and two words, neighbours in a thread's registers, share every instruction."""
     x0, x1, x2, x3 = gl.inline_asm_elementwise(
         _decode_ptx(BITS),
@@ -599,7 +632,7 @@ def _shared_keys_kernel(
     pos_p,  # [B] int32
     max_p,
     sum_p,
-    out_p,  # of split_outputs
+    out_p,  # of empty_splits
     k_tokens,
     S,
     z,
@@ -702,7 +735,7 @@ def _attend_shared(
     stores = k, key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
     T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
     splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
-    out, parts = kernels.split_outputs(q, splits, D)
+    parts = kernels.empty_splits(q, splits, D)
 
     def block(store):  # a matrix of rows of words, of which bulk copies take T
         rows = store.flatten(0, 2).flatten(1)
@@ -726,7 +759,7 @@ def _attend_shared(
         stages,
         num_warps=1,
     )
-    return kernels.merge_splits(out, parts)
+    return kernels.merge_splits(parts, q)
 
 
 def shares_keys(q: Tensor, G: int, bits: int) -> bool:
@@ -1382,4 +1415,5 @@ def chained_decode(model, rows: int) -> tuple | None:
     return None if shared is None else (decode, chained_first, chained_attention)
 
 
-kernels.faster_attend = attend
+kernels.faster_attend_latents = attend_latents
+kernels.faster_attend_channels = attend_channels

@@ -46,7 +46,7 @@ from calibrate import save_artifact
 from compress import CacheContext, load_artifact, method_named
 from extras import baselines, bench, chat, evaluate, gguf, harness, int8, parallel, train
 from generate import DTYPES
-from kernels import attend_plain
+from kernels import attend_plain_reference
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
 from test_all import (
     CPU,
@@ -65,6 +65,7 @@ from test_all import (
     error,
     folder,
     hf_model,
+    launch_attend,
     library,
     little_memory,
     logits_through,
@@ -252,7 +253,9 @@ def pure_turboquant(cache, row, n, q, k, v):
     for i in range(n, len(q)):
         live = torch.ones(1, i + 1, dtype=torch.bool)
         yield (
-            attend_plain(q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live).flatten(),
+            attend_plain_reference(
+                q[i][None], k[None, :, : i + 1], v[None, :, : i + 1], live
+            ).flatten(),
             None,
         )
 
@@ -2272,9 +2275,11 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
 @pytest.fixture
 def hopper(monkeypatch):
     """extras/hopper.py, in use whatever the GPU."""
-    monkeypatch.setattr(kernels, "faster_attend", None)  # as it will be again
+    for name in ("latents", "channels"):
+        monkeypatch.setattr(kernels, f"faster_attend_{name}", None)  # as it will be again
     module = pytest.importorskip("extras.hopper")
-    monkeypatch.setattr(kernels, "faster_attend", module.attend)
+    monkeypatch.setattr(kernels, "faster_attend_latents", module.attend_latents)
+    monkeypatch.setattr(kernels, "faster_attend_channels", module.attend_channels)
     monkeypatch.setattr(generate, "import_hopper", lambda device: module)
     return module
 
@@ -2288,14 +2293,17 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
         return generate.import_hopper(torch.device("cuda"))
 
     monkeypatch.setattr(sys.modules["extras"], "hopper", pytest.importorskip("extras.hopper"))
-    monkeypatch.setattr(kernels, "faster_attend", None)
+    monkeypatch.setattr(kernels, "faster_attend_latents", None)
+    monkeypatch.setattr(kernels, "faster_attend_channels", None)
     monkeypatch.delitem(sys.modules, "extras.hopper")
-    assert found(8) is found(10) is kernels.faster_attend is None
+    assert found(8) is found(10) is kernels.faster_attend_latents is None
     with monkeypatch.context() as patch:
         # PyTorch's operators cannot be registered twice.
         patch.setattr(kernels, "operator", lambda *_, **__: lambda function: function)
         module = found(9)
-    assert module.__name__ == "extras.hopper" and kernels.faster_attend is module.attend
+    assert module.__name__ == "extras.hopper"
+    assert kernels.faster_attend_latents is module.attend_latents
+    assert kernels.faster_attend_channels is module.attend_channels
     monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
     assert found(9) is None
     monkeypatch.delitem(sys.modules, "extras.hopper")
@@ -2315,12 +2323,16 @@ def test_an_engine_with_kernels_asks_for_hopper(monkeypatch):
     assert asked.called
 
 
-def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch):
-    given, truth = attend_case(torch.float32, "plain", "all", 1, 40, 2, 2, 32, 32, 16, 0, (39,))
-    other_result = torch.full_like(kernels.launch_attend(*given), 7)
+@pytest.mark.parametrize("form", ["joint mixed latents", "channels"])
+def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch, form):
+    tokens = "all" if form == "channels" else "row"
+    case = (torch.float32, form, tokens, 1, 40, 2, 2, 32, 32, 4, 0, (39,))
+    given, truth = attend_case(*case)
+    other_result = torch.full_like(launch_attend(*given), 7)
+    name = f"faster_attend_{form.split()[-1]}"
     for made, expected in ((None, truth), (other_result, other_result)):
-        monkeypatch.setattr(kernels, "faster_attend", lambda *_, made=made: made)
-        assert error(kernels.launch_attend(*given), expected) < 1e-5
+        monkeypatch.setattr(kernels, name, lambda *_, made=made: made)
+        assert error(launch_attend(*given), expected) < 1e-5
 
 
 @needs_hopper
@@ -2328,7 +2340,9 @@ def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
     given, _ = attend_case(
         torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100)
     )
-    torch.library.opcheck(kernels.launch_attend, given)
+    q, _, keys, values, bits, pos, _, exact, scale = given
+    operation = kernels.launch_attend_channels
+    torch.library.opcheck(operation, (q, *keys, *values, bits, pos, exact, scale))
     torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
@@ -2336,7 +2350,7 @@ def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
 def streamed(hopper, monkeypatch):
     """hopper.py, whose own way is the only one to attend latents."""
     monkeypatch.setattr(hopper, "streams_basis", lambda *_: True)
-    monkeypatch.setitem(kernels.KEYS, "latents", (kernels.latent_keys, None, None))
+    monkeypatch.setattr(kernels, "_attend_latents_kernel", None)
     return hopper
 
 
@@ -2417,7 +2431,7 @@ def test_kernel_hopper_attends_by_logits_beside_an_exact_window(
         return logits.masked_fill(index[:, None] < 0, torch.nan)[:, :, None]
 
     monkeypatch.setattr(streamed, "_streamed_logits", make_logits)
-    test_all.close(kernels.launch_attend(q, kind, keys, *rest), truth, dtype)
+    test_all.close(launch_attend(q, kind, keys, *rest), truth, dtype)
 
 
 def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
@@ -2449,7 +2463,7 @@ def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs
     """One program a head, which writes the result itself, several, and more than short rows have
     tiles."""
     monkeypatch.setattr(hopper, "SMS", programs)
-    monkeypatch.setattr(kernels, "_attend_kernel", None)
+    monkeypatch.setattr(kernels, "_attend_channels_kernel", None)
     sizes = (
         (4, 1001, 3, 96, (1000, 0, 511, 32)),
         (2, 7, 1, 32, (6, 2)),
@@ -2477,9 +2491,7 @@ def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
     shift = 4 // first.element_size()  # a whole word, which codes are read by
     context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
     shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
-    test_all.close(
-        kernels.launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16
-    )
+    test_all.close(launch_attend(*given[:2], [shifted, *others], *given[3:]), truth, torch.float16)
     assert asked
 
 
@@ -2492,12 +2504,12 @@ def test_kernel_hopper_attends_latents_with_the_same_bits_again(streamed, form):
     for B, pos in ((4, 4095), (4, 4086), (3, 4095)):
         case = (torch.bfloat16, form, "row", B, 4096, 32, 1, 128, 128, 2, 64, (pos,) * B)
         cases.append(attend_case(*case, n=432, r=512, written=True)[0])
-    truths = [kernels.launch_attend(*given) for given in cases]
+    truths = [launch_attend(*given) for given in cases]
     assert not torch.equal(*truths[:2])
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        outs = [kernels.launch_attend(*given) for given in cases * 10]
+        outs = [launch_attend(*given) for given in cases * 10]
     for _ in range(10):
         graph.replay()
         torch.cuda.synchronize()
@@ -2510,7 +2522,7 @@ OVERLAPPING += [("streamed", 32, 32, bits, PLAIN) for bits in (2, 4)]
 
 
 @needs_hopper
-@pytest.mark.parametrize("rule", ["each", "softmax"])
+@pytest.mark.parametrize("rule", ["each", "blocks"])
 @pytest.mark.parametrize("fixture, Hq, Hkv, bits, form", OVERLAPPING)
 def test_kernel_launches_that_overlap_agree(
     request, monkeypatch, rule, fixture, Hq, Hkv, bits, form
@@ -2535,9 +2547,14 @@ def test_kernel_launches_that_overlap_agree(
             keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)
             q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, 32))
             joint = [t if t is None else t[:, :1] for t in keys[:2]]
-            scores = kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0]
+            if rule == "each":
+                scores = kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0, 0]
+            else:
+                block = -(-S // 16) * 16  # one for all tokens
+                scores = kernels.launch_block_scores(queries[:, None], *joint, pos, scale, block)
+                scores = scores[:, 0]
             index = kernels.launch_select(scores, pos, x, y, z)
-            attended = kernels.launch_attend(
+            attended = launch_attend(
                 q, kind, keys, values, bits, pos, index, window, scale
             ).flatten(1)
             seen += [x_, index, attended]
@@ -2865,11 +2882,12 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
             multi_processor_count=132, shared_memory_per_block_optin=227 << 10,
             shared_memory_per_multiprocessor=228 << 10)
         hopper.{kernel} = Compile("{kernel}", hopper)
-        kernels._attend_kernel = Compile("_attend_kernel")
-        kernels.merge_splits = lambda out, *_: out
+        import test_all
+        kernels._attend_logits_kernel = Compile("_attend_logits_kernel")
+        kernels.merge_splits = lambda parts, q: parts.out
         hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
         hopper.SMS = 1
-        operation = hopper.linear_chain if "chain" in "{kernel}" else kernels.launch_attend
+        operation = hopper.linear_chain if "chain" in "{kernel}" else test_all.launch_attend
         for given in torch.load("{tmp_path}/calls", map_location="cpu"):
             operation(*given)
         made = [kernel for name, kernel in compiled if name == "{kernel}"]
