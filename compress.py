@@ -503,6 +503,8 @@ def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
         return False
     if keys.kind == "plain":
         return values.kind == "plain" and values.bits == 16
+    if keys.kind == "fp8":
+        return kernels.has_e4m3(q.device)
     if keys.kind == "channels":
         return values.bits < 16 and index is None
     return keys.kind == "latents"
@@ -520,6 +522,12 @@ def attend_by_kernel(
         index = kernel_index(index, n_kv_heads=v.shape[1])
     if keys.kind == "plain":
         return kernels.launch_attend_plain(q, keys.vectors, v, pos, index, exact, scale)
+    if keys.kind == "fp8":  # with one scale a head, [B, Hkv, 1]
+        k_scale = keys.scale[..., 0]
+        v_scale = values.scale[..., 0]
+        return kernels.launch_attend_plain(
+            q, keys.vectors, v, pos, index, exact, scale, k_scale, v_scale
+        )
     if keys.kind == "channels":
         k, k_scale = keys.kernel_form()
         return kernels.launch_attend_channels(

@@ -1964,10 +1964,10 @@ def check_exact(exact: Sequence[Tensor], q: Tensor, Hkv: int, DV: int) -> int:
 
 
 @jit
-def _load_queries(q_ptr, d, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
-    """The queries of a group as columns [len(d), GP]: their dims d, zero from D on."""
+def _load_queries(q_ptr, d, exists, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """The queries [G, D] of a group as columns [len(d), GP]: their dims d, zero unless `exists`."""
     g = tl.arange(0, GP)
-    mask = (g < G)[None, :] & (d < D)[:, None]
+    mask = (g < G)[None, :] & exists[:, None]
     return tl.load(q_ptr + g[None, :] * D + d[:, None], mask=mask, other=0.0)
 
 
@@ -1995,7 +1995,7 @@ def _attend_exact(
 ):
     """A softmax (m, l, acc) with the exact tokens, whose slots fill from the left."""
     d = tl.arange(0, _padded(D, 16))
-    query = _load_queries(q_ptr, d, D, G, GP)
+    query = _load_queries(q_ptr, d, d < D, D, G, GP)
     for start in tl.range(0, z, T, num_stages=1):
         slot = start + tl.arange(0, T)
         live = (slot < z) & (slot <= pos)
@@ -2293,7 +2293,7 @@ def _attend_plain_kernel(
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
 
     # 2. The queries, and a softmax of nothing.
-    query = _load_queries(q_ptr + first_head * D, d, D, G, GP)
+    query = _load_queries(q_ptr + first_head * D, d, d < D, D, G, GP)
     m = tl.full([GP], -1e30, tl.float32)
     l = tl.zeros([T, GP], tl.float32)
     acc = tl.zeros([_padded(DV, 16), GP], tl.float32)
@@ -2453,6 +2453,12 @@ def launch_attend_plain(
         **overlapped(q.device),
     )
     return merge_splits(parts, q)
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether kernels read e4m3 on this device: from compute capability 8.9 on, and in the
+    interpreter."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> tuple[int, int]:
@@ -2667,9 +2673,8 @@ def _attend_latents_kernel(
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
 
     # 2. The queries, in the order of the basis, with its scales; and as much of the basis as stays.
-    query = _load_queries(q_ptr + first_head * D, d // 2 + (d % 2) * (D // 2), D, G, GP)
-    if D < DP:
-        query = tl.where((d < D)[:, None], query, 0.0).to(dtype)
+    paired_dim = d // 2 + (d % 2) * (D // 2)
+    query = _load_queries(q_ptr + first_head * D, paired_dim, d < D, D, G, GP)
     if CODED:
         basis_scale = tl.load(basis_scale_ptr + h * DP + d) * LARGE
         query = (query * basis_scale[:, None]).to(dtype)
@@ -3074,6 +3079,7 @@ def _attend_channels_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     PLANES: tl.constexpr = KEYS.PLANES
     WORDS: tl.constexpr = KEYS.RUN // 4
+    COLUMNS: tl.constexpr = VALUES.COLUMNS
     k_channel, has_k_channel = _columns(KEYS)
     channel, has_channel = _columns(VALUES)
     word = tl.arange(0, WORDS)[None, :]
@@ -3088,10 +3094,10 @@ def _attend_channels_kernel(
     stop = tl.minimum(first + share, tiles)
 
     # 2. The queries, in the order of decoded keys; a softmax of the exact tokens, or of nothing.
-    query = _load_queries(q_ptr + first_head * D, tl.where(has_k_channel, k_channel, D), D, G, GP)
+    query = _load_queries(q_ptr + first_head * D, k_channel, has_k_channel, D, G, GP)
     m = tl.full([GP], -1e30, tl.float32)
     l = tl.zeros([T, GP], tl.float32)
-    acc = tl.zeros([VALUES.COLUMNS, GP], tl.float32)
+    acc = tl.zeros([COLUMNS, GP], tl.float32)
     if exact_k_ptr is not None:
         if split == splits - 1:
             m, l, acc = _attend_exact(
@@ -3304,7 +3310,7 @@ def _attend_shared_latent_kernel(
     share = tl.cdiv(tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
-    query = _load_queries(q_ptr + b * G * W, d, W, G, GP)
+    query = _load_queries(q_ptr + b * G * W, d, d < W, W, G, GP)
     m = tl.full([GP], -1e30, tl.float32)
     l = tl.zeros([T, GP], tl.float32)
     acc = tl.zeros([WP, GP], tl.float32)

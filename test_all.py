@@ -4401,7 +4401,7 @@ def test_kernel_scores_beyond_two_to_the_31_numbers():
     rows[1, :, -4096:] = 1
     scale, queries = torch.ones(B, 1, S, device=DEVICE), torch.ones(B, 1, 1, 64, device=DEVICE)
     out = kernels.launch_scores(queries, rows, scale, positions(S - 1, S - 1), 1.0, "each")
-    assert out.sum((1, 2)).tolist() == [0, 4096 * 64]
+    assert out.sum((1, 2, 3)).tolist() == [0, 4096 * 64]
 
 
 # ---- select
@@ -5276,6 +5276,7 @@ def test_kernels_reach_host_memory_through_its_address():
 SALS_0 = SPARSE | {"skip": "0"}
 OPERATIONS = ["append", "block_queries", "block_scores", "scores", "select", "attend_ragged"]
 OPERATIONS += ["attend_plain", "attend_latents", "attend_channels", "attend_shared_latent"]
+OPERATIONS += ["attend_logits"]
 OURS = "block_queries attend_latents block_scores select"  # of our SALS
 WIDE_BIAS = {"skip": "", "bits": 2, "rank": 0.8, "qkv_bias": True}
 PAPER_LRQK = {"rank": 8, "k": 24, "recent": 8, "variant": "paper", "slots": 1.5}

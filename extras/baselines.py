@@ -883,7 +883,7 @@ class Fp8Store(Int8Store):
     decides: there the largest number becomes 28, so that later ones saturate from 16 times of it
     on."""
 
-    kind = "fp8"  # which no kernel knows
+    kind = "fp8"
 
     def __init__(self, context: CacheContext):
         c = context.config

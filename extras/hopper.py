@@ -82,16 +82,9 @@ def attend_latents(
     _, Hq, D = q.shape
     Hkv = v.shape[1]
     is_shared = latent.stride(1) == 0 or Hkv == 1
-    fits = streams_basis(
-        q.device,
-        *index.shape,
-        Hq,
-        Hkv,
-        D,
-        r=latent.shape[3],
-        width=0 if int4_dims is None else int4_dims.shape[3],
-        itemsize=kernels.tile_itemsize(q.dtype, latent),
-    )
+    width = 0 if int4_dims is None else int4_dims.shape[3]
+    itemsize = kernels.tile_itemsize(q.dtype, latent)
+    fits = streams_basis(q.device, *index.shape, Hq, Hkv, D, latent.shape[3], width, itemsize)
     if not (is_shared and fits and aligned(latent[:, 0], basis)):
         return None
     words = rope.view(torch.int32)

@@ -174,21 +174,22 @@ REFUSED_SETTINGS = [
 ]
 NANO_CASES = [("turboquant", {}), ("sals_cann", {}), ("fp8", CENTRED)]
 SAME_WITH_KERNELS = [
-    ("palu", {}, 2, "latents"),
-    ("h2o", {"keep": 24}, 2, "logits scores"),
-    ("streaming", {"sinks": 4, "recent": 12}, 4, "plain"),
-    ("snapkv", SNAP, 2, "plain"),
-    ("random", {"keep": 24}, 2, "plain"),
-    ("fp8", CENTRED, 2, "logits"),
+    ("palu", {}, 2, "attend_latents"),
+    ("h2o", {"keep": 24}, 2, "attend_logits scores"),
+    ("streaming", {"sinks": 4, "recent": 12}, 4, "attend_plain"),
+    ("snapkv", SNAP, 2, "attend_plain"),
+    ("random", {"keep": 24}, 2, "attend_plain"),
+    ("fp8", {}, 2, "attend_plain"),
+    ("fp8", CENTRED, 2, "attend_logits"),
     ("turboquant", {"bits": 2, "head_dim": 80}, 2, ""),
     ("sals_cann", {"head_dim": 80}, 2, "scores select"),
-    ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "plain scores select"),
-    ("doublesparse", DOUBLE, 2, "plain scores select"),
+    ("quest", {"keep": 32, "page": 4, "skip": ""}, 2, "attend_plain scores select"),
+    ("doublesparse", DOUBLE, 2, "attend_plain scores select"),
     (
         "shadowkv",
         {"keep": 32, "chunk": 4, "outliers": 2, "recent": 4, "rank": 0.5},
         2,
-        "plain scores select",
+        "attend_plain scores select",
     ),
 ]
 WATCHED = [
@@ -2545,7 +2546,8 @@ def test_kernel_launches_that_overlap_agree(
             q, latent, queries = new.split(widths, 1)
             # of codes the leading ones
             keys[0][:, 0, -1] = latent[:, : keys[0].shape[-1]].to(keys[0].dtype)
-            q, queries = q.unflatten(1, (-1, D)).contiguous(), queries.unflatten(1, (1, -1, 32))
+            q = q.unflatten(1, (-1, D)).contiguous()
+            queries = queries.unflatten(1, (1, -1, 32)).contiguous()
             joint = [t if t is None else t[:, :1] for t in keys[:2]]
             if rule == "each":
                 scores = kernels.launch_scores(queries, *joint, pos, scale, rule)[:, 0, 0]
