@@ -73,6 +73,10 @@ def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
     return wrap
 
 
+def _no_result(*_) -> None:
+    """The fake of an operator that only writes to its arguments."""
+
+
 def need(ok: bool, message: str) -> None:
     """Raises ValueError with this message unless `ok`."""
     if not ok:
@@ -381,10 +385,6 @@ def _append_kernel(
         tl.store(scale_p + head, scale.to(tl.float16))
 
 
-def _no_result(*_) -> None:
-    """The fake of an operator that only writes to its arguments."""
-
-
 @operator(_no_result, mutates=("lead", "rest", "latent_scale", "codes", "scale"))
 def launch_append(
     latent: Tensor,
@@ -684,7 +684,7 @@ def block_queries(
 # Two operations score every cached token. `scores` multiplies a head's queries with the leading
 # numbers of what is stored of each token (Loki, exact top-k, H2O and others). `block_scores` is
 # SALS's (ours): one query for each block of tokens, and a token's score is the sum over the heads
-# of its attention weights. Both need nothing but the header.
+# of its attention weights (ours). Both need nothing but the header.
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
@@ -1814,7 +1814,7 @@ def select(
     return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
-# -------------------------------------------------------------- shared by the kernels that attend
+# ---------------------------------------------------------------- shared by the kernels that attend
 # A program of a kernel that attends takes one split of a row's tokens, for the G queries that share
 # a KV head (if each query head has its own index, for one query). It runs over tiles of T tokens
 # with an online softmax:
@@ -2002,16 +2002,18 @@ def _attend_exact(
         vector = (b * z + slot) * Hkv + h
         k_at = exact_k_ptr + vector[:, None] * D + d[None, :]
         k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-        v_at = exact_v_ptr + vector[:, None] * DV + channel[None, :]
-        v = tl.load(v_at, mask=live[:, None] & has_channel[None, :], other=0.0)
         logits = tl.dot(k, query, input_precision="ieee") * scale
         logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
-        p = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
         shrink = tl.exp2(m - m_new)
-        l = l * shrink[None, :] + p
+        l = l * shrink[None, :] + weight
         acc = acc * shrink[None, :]
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc, input_precision="ieee")
+        # Values are loaded after the keys' product: triton 3.6 makes wrong code for Hopper GPUs
+        # where two tiles go to shared memory before it, in a loop without loads ahead.
+        v_at = exact_v_ptr + vector[:, None] * DV + channel[None, :]
+        v = tl.load(v_at, mask=live[:, None] & has_channel[None, :], other=0.0)
+        acc = tl.dot(tl.trans(v), weight.to(v.dtype), acc, input_precision="ieee")
         m = m_new
     return m, l, acc
 
@@ -2340,11 +2342,11 @@ def _attend_plain_kernel(
         k_vector = b * k_strides[0] + h * k_strides[1] + token * k_strides[2]
         k_at = k_ptr + k_vector[:, None] * D + d[None, :]
         k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(query.dtype)
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
+
         v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
         v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
         v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0).to(query.dtype)
-
-        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
         logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
         weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
@@ -2496,13 +2498,13 @@ def attend_plain(
     return attend_plain_reference(q, k, v, live, scale)
 
 
-# -------------------------------------------------- attention: keys rebuilt from latents (SALS)
+# ------------------------------------------------------ attention: keys rebuilt from latents (SALS)
 # The fused sparse-latent kernel: it gathers the latents and values of chosen tokens in their codes,
 # rebuilds the keys (latent times basis, and bias), rotates them to their positions and attends
 # them, with the exact tokens besides; nothing of this is written to memory. Without an index it
 # attends all tokens (SALS's layers that are not sparse). Latents and basis are in codes (ours), or
 # in 16 bits (the paper's SALS; Palu, whose heads have latents of their own). It needs the shared
-# blocks of the kernels that attend, and of those that decode codes.
+# blocks of the kernels that attend, and of those that decode codes; and the codes of a token.
 
 
 def rope_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -3019,7 +3021,8 @@ def launch_attend_latents(
 # ---------------------------------------------------------- attention: keys in channel codes (KIVI)
 # 32 tokens in line are a group: they share a minimum and a scale of each channel of the keys.
 # Values are in codes per token. All tokens are attended but the last ones, which are exact. It
-# needs the shared blocks of the kernels that attend, and of those that decode codes.
+# needs the shared blocks of the kernels that attend, and of those that decode codes; and the codes
+# of a token.
 
 
 def attend_channels_reference(
@@ -3272,10 +3275,10 @@ def channels_config(dtype: torch.dtype) -> tuple[int, int, int, int]:
     return 32, 1, 3, 8
 
 
-# --------------------------------------- attention: latents that all heads share (EliteKV's, MLA's)
+# ------------------------------------------------ attention: latents that all heads share (EliteKV)
 # A latent is the key of every head, and its leading numbers are the value, so that it is read once.
-# It needs the shared block of the kernels that attend; beyond 512 numbers a latent (256 in fp32)
-# the blocks of scores and of given logits, too.
+# It needs the shared blocks of the kernels that attend, and of those that decode codes; and, for
+# latents beyond 512 numbers (256 in fp32), scores and attention of given logits.
 
 
 @jit
@@ -3429,7 +3432,7 @@ def attend_shared_latent(
     return out.unflatten(1, (n_blocks, -1)).transpose(1, 2).flatten(2)  # [B, Hq, DV]
 
 
-# ------------------------------------------------------------------------- attention: given logits
+# -------------------------------------------------------------------------- attention: given logits
 # Softmax and values alone: for H2O, which keeps the weights, for wide latents that all heads share,
 # and for extras/hopper.py, which makes SALS's logits itself. It needs the shared blocks of the
 # kernels that attend, and of those that decode codes.
@@ -3690,7 +3693,7 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Te
     return launch_attend_logits(q, logits, v, None, 16, pos.int(), None, (), 1.0)
 
 
-# ---------------------------------------------------------- attention: heads of unequal rank (FDC)
+# ----------------------------------------------------------- attention: heads of unequal rank (FDC)
 # The balanced adaptive-rank kernel. Each KV head keeps keys of d_qk and values of d_v numbers, so
 # that equal numbers of tokens are unequal numbers of bytes. Programs take equal stretches of a line
 # of work instead, whichever heads and rows these are:
@@ -3701,7 +3704,7 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Te
 # Where a stretch begins follows from the lengths of the rows, which are read on the device, so that
 # one CUDA graph serves every length. A tile's tokens follow from the head's width: many of a narrow
 # head. Each piece of a row that a program attends is a part of the result, and a second kernel
-# joins a head's parts. It needs the header alone.
+# joins a head's parts. It needs the shared block of the kernels that attend, for the reference.
 
 RAGGED_BLOCK = 16  # tokens: pieces begin at multiples of it
 
@@ -3811,7 +3814,6 @@ def _attend_piece(
     W2: tl.constexpr,
     T: tl.constexpr,  # tokens of a tile
     STAGES: tl.constexpr,  # tiles in flight
-    CACHE: tl.constexpr,
 ):
     """Attends the tokens first to stop - 1 of a row."""
     g = tl.arange(0, GP)
@@ -3828,16 +3830,15 @@ def _attend_piece(
     for start in tl.range(first, stop, T, num_stages=STAGES):
         token = start + tl.arange(0, T)
         is_live = (token < stop)[:, None]
-        # K' and V' of a tile, in one or two parts. Parts share sectors of memory: these are kept in
-        # the cache of the multiprocessor.
+        # K' and V' of a tile, in one or two parts.
         k_at = k_ptr + token[:, None] * d_qk
         v_at = v_ptr + token[:, None] * d_v
-        k1 = tl.load(k_at + d1, mask=is_live & (d1 < d_qk), other=0.0, cache_modifier=CACHE)
+        k1 = tl.load(k_at + d1, mask=is_live & (d1 < d_qk), other=0.0)
         if W2 > 0:
-            k2 = tl.load(k_at + d2, mask=is_live & (d2 < d_qk), other=0.0, cache_modifier=CACHE)
-        v1 = tl.load(v_at + d1, mask=is_live & (d1 < d_v), other=0.0, cache_modifier=CACHE)
+            k2 = tl.load(k_at + d2, mask=is_live & (d2 < d_qk), other=0.0)
+        v1 = tl.load(v_at + d1, mask=is_live & (d1 < d_v), other=0.0)
         if W2 > 0:
-            v2 = tl.load(v_at + d2, mask=is_live & (d2 < d_v), other=0.0, cache_modifier=CACHE)
+            v2 = tl.load(v_at + d2, mask=is_live & (d2 < d_v), other=0.0)
 
         logits = tl.dot(q1, tl.trans(k1), input_precision="ieee")  # [GP, T]
         if W2 > 0:
@@ -3882,7 +3883,6 @@ def _attend_ragged_kernel(
     WIDTHS: tl.constexpr,  # ragged_widths
     NUMBERS: tl.constexpr,  # of keys in a tile
     STAGES: tl.constexpr,  # tiles in flight
-    CACHE: tl.constexpr,
 ):
     """A program attends one stretch of the line of work, piece by piece: a piece lies in one row of
     one head. Its part of the result has the number program + i B + row, i being the head's place on
@@ -3951,7 +3951,6 @@ def _attend_ragged_kernel(
                         WIDTHS[j][1],
                         _tile_tokens(WIDTHS[j], NUMBERS, 128),
                         STAGES,
-                        CACHE,
                     )
             block = stop_block
         i += 1
@@ -4028,12 +4027,12 @@ class RaggedConfig(NamedTuple):
 
 
 def ragged_config(dtype: torch.dtype) -> RaggedConfig:
-    """One warp attends a tile without waiting for others, and seven such programs hide the memory's
-    latency on an H200: 2048 numbers of keys and of values are 8 KB, of which three are in flight.
-    fp32 is for tests."""
+    """One warp attends a tile without waiting for others, and eight such programs hide the memory's
+    latency: 2048 numbers of keys and of values are 8 KB a tile, of which two are on their way.
+    Measured on an H200. fp32 is for tests."""
     if dtype == torch.float32:
         return RaggedConfig(numbers=1024, stages=2, programs_a_sm=4)
-    return RaggedConfig(numbers=2048, stages=4, programs_a_sm=7)
+    return RaggedConfig(numbers=2048, stages=3, programs_a_sm=8)
 
 
 def empty_attend_ragged(
@@ -4106,7 +4105,6 @@ def launch_attend_ragged(
         WIDTHS=ragged_widths(ranks),
         NUMBERS=config.numbers,
         STAGES=config.stages,
-        CACHE=".ca",
         num_warps=1,
         **overlapped(q.device),
     )

@@ -13,6 +13,7 @@ difference over the rms of the reference.
 
 import ast
 import base64
+import builtins
 import contextlib
 import dataclasses
 import functools
@@ -4212,9 +4213,7 @@ def appended(B, Hkv, D, lead, width, S, bits, dtype):
     return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores
 
 
-@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, APPENDED))
-@poisoned
-def test_kernel_append(dtype, sizes):
+def check_append(dtype, sizes):
     """Codes and scales of the token at pos; all others stay as they are."""
     latent, v, pos, *stores = given = appended(*sizes, dtype)
     codes = *kernels.quantize_mixed(latent, sizes[3]), *kernels.quantize_spread(v, sizes[-1])
@@ -4225,6 +4224,12 @@ def test_kernel_append(dtype, sizes):
     for got, want in zip(stores, truth, strict=True):  # GPUs may round a half otherwise
         same = torch.isclose(got.float(), want.float(), rtol=1e-3).float().mean()
         assert same >= (1 if DEVICE == "cpu" else 0.995)
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, APPENDED))
+@poisoned
+def test_kernel_append(dtype, sizes):
+    check_append(dtype, sizes)
 
 
 # B, n, Hkv, G, D, r*
@@ -4243,9 +4248,8 @@ def placed_queries(B, n, Hkv, G, D, r, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
-@poisoned
-def test_kernel_block_queries(dtype, sizes):
+def check_block_queries(dtype, sizes):
+    """In 16 bits, and in codes."""
     given = placed_queries(*sizes, dtype)
     queries, _, offset = kernels.block_queries_reference(*given)
     for coded in (False, True):
@@ -4255,6 +4259,12 @@ def test_kernel_block_queries(dtype, sizes):
         decoded = (got[0] * 254.0 + got[1]) * scale[..., None] if coded else got
         assert error(decoded, queries) < max(TOLERANCE[dtype], 1e-4 * coded)
         close(got_offset, offset, torch.float32)
+
+
+@pytest.mark.parametrize("dtype, sizes", pairwise(DTYPES, PLACED))
+@poisoned
+def test_kernel_block_queries(dtype, sizes):
+    check_block_queries(dtype, sizes)
 
 
 def poison(x, dead):
@@ -5024,7 +5034,7 @@ def copied(name: str, folder: Path):
 def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     """From no tokens on, on plain tensors. README lists what is copied."""
     readme = (ROOT / "README.md").read_text()
-    assert listed("sals_step_ours") in readme and listed("launch_select") in readme
+    assert listed("sals_step_ours") in readme
     q, k, v = stream(40)
     cos, sin = (table[:40] for table in rope_tables(tiny_config(), 40, CPU))
     int8_dims, scale, int4_dims = kernels.quantize_mixed(torch.zeros(0, 40), 16)
@@ -5080,6 +5090,12 @@ def check_operation(name, launch):
         truth = kernels.attend_ragged(q, packed, ranks, None, pos, scale=0.2)
         table = kernels.ragged_table(ranks, DEVICE)
         close(launch(q, packed, table, ranks, pos, 0.2), truth, torch.float32)
+    elif name == "append":
+        check_append(torch.float32, APPENDED[0])
+    elif name == "block_queries":
+        check_block_queries(torch.float32, PLACED[0])
+    elif name == "fetch_rows":
+        check_fetch_rows(torch.float32, 2, 3, 70, 24, 37, 50)
     elif name == "scores":
         check_scores(torch.float16, "largest", True, 2, 90, 1, 4, 40, 32)
     elif name == "block_scores":
@@ -5088,28 +5104,77 @@ def check_operation(name, launch):
         check_select("ties", 257, 4, 33, 8, (256, 17))
 
 
-COPIED_OPERATIONS = [
-    "attend_plain",
-    "attend_latents",
-    "attend_channels",
-    "attend_shared_latent",
-    "attend_logits",
-    "attend_ragged",
-    "scores",
-    "block_scores",
-    "select",
-]
+class CopiedOperation(NamedTuple):
+    """What README says of copying an operation of kernels.py."""
+
+    name: str
+    blocks: list[str]  # titles of blocks, beside the header
+    lines: int
 
 
-@pytest.mark.parametrize("name", COPIED_OPERATIONS)
-def test_an_operation_of_kernels_runs_in_a_file_of_its_own(name, tmp_path, monkeypatch):
-    """Copied with the functions and constants that it names, and they name."""
-    module = copied(f"launch_{name}", tmp_path)
-    size = (tmp_path / "copied.py").stat().st_size
-    assert size < (ROOT / "kernels.py").stat().st_size * 0.3
-    launch = getattr(module, f"launch_{name}")
-    monkeypatch.setattr(kernels, f"launch_{name}", launch)
-    check_operation(name, launch)
+def operations_to_copy() -> list[CopiedOperation]:
+    """The rows of README's table."""
+    operations = []
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
+    for name, blocks, lines in rows:
+        if hasattr(kernels, f"launch_{name}"):
+            operations.append(CopiedOperation(name, blocks.split("; "), int(lines)))
+    return operations
+
+
+def blocks_of_kernels() -> dict[str, str]:
+    """The source of each block of kernels.py, by its title; "header" is what comes before."""
+    source = (ROOT / "kernels.py").read_text()
+    header, *parts = re.split(r"^# -{5,} (.+)$", source, flags=re.M)
+    blocks = {"header": header}
+    blocks.update(zip(parts[::2], parts[1::2], strict=True))
+    return blocks
+
+
+def module_of_blocks(operation: CopiedOperation, folder: Path):
+    """A module of the header and of an operation's blocks, in the order of kernels.py."""
+    blocks = blocks_of_kernels()
+    text = ""
+    for title, source in blocks.items():
+        if title in ["header", *operation.blocks]:
+            text += source
+    # Operators of one name cannot be registered twice.
+    text = text.replace('"kv_kernels"', f'"kv_copied_{operation.name}"')
+    (folder / "copied.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("copied", folder / "copied.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, text.count("\n")
+
+
+def names_that_are_missing(module) -> set[str]:
+    """Global names that the functions of a module use, and that it lacks."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    local_names = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    local_names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            local_names.add(node.id)
+        elif isinstance(node, ast.Name):
+            used.add(node.id)
+    return used - local_names - set(vars(module)) - set(dir(builtins))
+
+
+@pytest.mark.parametrize("operation", operations_to_copy(), ids=lambda operation: operation.name)
+def test_an_operation_of_kernels_runs_in_a_file_of_its_own(operation, tmp_path, monkeypatch):
+    """Of the blocks that README names; and README's lines are about as many."""
+    module, lines = module_of_blocks(operation, tmp_path)
+    assert names_that_are_missing(module) == set()
+    assert abs(operation.lines - lines) < 0.05 * lines
+    launch = getattr(module, f"launch_{operation.name}")
+    monkeypatch.setattr(kernels, f"launch_{operation.name}", launch)
+    check_operation(operation.name, launch)
+
+
+def test_every_operation_of_kernels_is_in_the_readmes_list():
+    launchers = {name.removeprefix("launch_") for name in vars(kernels) if "launch_" in name[:7]}
+    assert {operation.name for operation in operations_to_copy()} == launchers
 
 
 # ---- compiled for GPUs that are not there
@@ -5233,11 +5298,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
 # ---- rows of host memory
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "B, Hkv, S, W, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 256, 32, 32)]
-)
-def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
+def check_fetch_rows(dtype, B, Hkv, S, W, n, slots):
     """Only missing rows move; the others' rows may hold anything, and their places stay as they
     are."""
     rows, hot = randn(B, Hkv, S, W, dtype=dtype), randn(B, Hkv, slots, W, seed=2, dtype=dtype)
@@ -5254,6 +5315,14 @@ def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
         kernels.launch_fetch_rows(rows, index, place, miss, hot)
         assert torch.equal(hot, truth) and torch.equal(codes, truth.view(torch.uint8))
         assert share < 1 or torch.equal(hot[0, 0, place[0, 0]], rows[0, 0, index[0, 0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "B, Hkv, S, W, n, slots", [(1, 1, 9, 16, 1, 3), (2, 3, 70, 24, 37, 50), (3, 2, 40, 256, 32, 32)]
+)
+def test_kernel_fetch_rows(dtype, B, Hkv, S, W, n, slots):
+    check_fetch_rows(dtype, B, Hkv, S, W, n, slots)
 
 
 @needs_cuda
@@ -7430,17 +7499,13 @@ def test_the_exercises_name_functions_and_selections_that_there_are():
         assert any(selection in name for name in names), selection
 
 
-def test_the_docs_key_format_passes_its_own_test_on_the_kernel(tmp_path):
-    path = tmp_path / "scaled.py"
-    path.write_text(
-        code_block("docs/methods.md", 0)
-    )  # Triton reads a kernel's source from its file
-    spec = importlib.util.spec_from_file_location("scaled", path)
+def test_the_docs_kernel_passes_its_own_test(tmp_path):
+    path = tmp_path / "int8_keys.py"
+    path.write_text(code_block("docs/kernel.md", 0))  # Triton reads a kernel from its file
+    spec = importlib.util.spec_from_file_location("int8_keys", path)
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(kernels.KEYS):
-        spec.loader.exec_module(module)
-        module.test_scaled_keys_are_attended_as_in_pytorch()
-    assert "scaled" not in kernels.KEYS
+    spec.loader.exec_module(module)
+    module.test_int8_keys_are_attended_as_in_pytorch()
 
 
 # ---- calibrate: fit and ranks
