@@ -525,9 +525,9 @@ def attend_by_kernel(
     if keys.kind == "fp8":  # with one scale a head, [B, Hkv, 1]
         k_scale = keys.scale[..., 0]
         v_scale = values.scale[..., 0]
-        return kernels.launch_attend_plain(
-            q, keys.vectors, v, pos, index, exact, scale, k_scale, v_scale
-        )
+        k = keys.vectors.view(torch.float8_e4m3fn)  # stored as bytes
+        v = v.view(torch.float8_e4m3fn)
+        return kernels.launch_attend_plain(q, k, v, pos, index, exact, scale, k_scale, v_scale)
     if keys.kind == "channels":
         k, k_scale = keys.kernel_form()
         return kernels.launch_attend_channels(

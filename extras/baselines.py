@@ -881,7 +881,8 @@ def fp8_step(
 class Fp8Store(Int8Store):
     """Numbers in e4m3, with one scale [B, Hkv, 1] for each head, which the first write to a row
     decides: there the largest number becomes 28, so that later ones saturate from 16 times of it
-    on."""
+    on. They are stored as bytes: a compiled step would copy a buffer of another type that it writes
+    to."""
 
     kind = "fp8"
 
@@ -892,7 +893,7 @@ class Fp8Store(Int8Store):
         self.register_buffer("scale", scale)
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {"vectors": ((self.width,), E4M3)}
+        return {"vectors": ((self.width,), torch.uint8)}
 
     def parts(self) -> list[Tensor]:
         return [self.vectors, self.scale]
@@ -904,13 +905,15 @@ class Fp8Store(Int8Store):
             self.scale[row] = torch.where(largest > 0, scale, 1)
         stop = start + len(x)
         codes = fp8(x, self.scale[row]).view(torch.uint8)
-        # As bytes, since few operations know numbers of 8 bits.
-        self.vectors.view(torch.uint8)[row, :, start:stop] = codes.transpose(0, 1)
+        self.vectors[row, :, start:stop] = codes.transpose(0, 1)
 
     def write_token(self, pos: Tensor, x: Tensor) -> None:
         rows = self.context.rows
         codes = fp8(x, self.scale[rows]).view(torch.uint8)
-        self.vectors.view(torch.uint8)[rows, :, pos] = codes
+        self.vectors[rows, :, pos] = codes
+
+    def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
+        return super().decode(vectors.view(E4M3), scale)
 
     def of_row(self, row: int, length: int) -> Tensor:
         return self.decode(self.vectors[row, :, :length], self.scale[row]).transpose(0, 1)
