@@ -3062,12 +3062,14 @@ def mean_logits_in_places(cache, q, keys, pos, span: int) -> torch.Tensor:
     both before RoPE: of a token's key the mean over all places of the `span` tokens that it is
     among, as if it stood in each of them."""
     B, S, Hkv, D = keys.shape
-    in_each_place = keys[:, :, None].expand(B, S, S, Hkv, D)  # the key of token j in place p
-    turned = cache.rope_from(in_each_place, 0)
-    turned = turned.repeat_interleave(q.shape[1] // Hkv, dim=3)  # [B, S, S, Hq, D]
+    P = -(-S // span) * span  # places: the last tokens may not fill their block
+    cos, sin = rope_tables(cache.config, P, CPU)
+    in_each_place = keys[:, :, None].expand(B, S, P, Hkv, D)  # the key of token j in place p
+    turned = apply_rope(in_each_place, cos, sin)
+    turned = turned.repeat_interleave(q.shape[1] // Hkv, dim=3)  # [B, S, P, Hq, D]
     logits = torch.einsum("bhd,bjphd->bjph", cache.rope(q, pos), turned)
-    places = torch.arange(S)
-    is_near = places // span == places[:, None] // span  # [j, p]
+    places = torch.arange(P)
+    is_near = places // span == places[:S, None] // span  # [j, p]
     share = is_near / is_near.sum(1, keepdim=True)
     return torch.einsum("bjph,jp->bjh", logits, share)
 
