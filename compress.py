@@ -136,10 +136,10 @@ class CacheContext:
 class Cache(nn.Module):
     """The cache of one layer, for all rows. Its methods are in the order of a request's life.
 
-    `prefill` and `decode` get q, k and v BEFORE RoPE, and return the attention's output.
-    A method may
-    have added rows to W_qkv when the model was loaded: `projected` are their products, such as
-    SALS's latents. (FDC's values come there, and its v is empty. EliteKV gets a latent as v.)"""
+    `prefill` and `decode` get q, k and v BEFORE RoPE, and return the attention's output. A method
+    may have added rows to W_qkv when the model was loaded. What these rows make of a token comes
+    as `projected`: SALS's latents, for example, or FDC's values, whose v is then empty. (EliteKV
+    has other weights, and gets its latent in the place of v.)"""
 
     def __init__(self, context: CacheContext):
         super().__init__()
@@ -149,7 +149,8 @@ class Cache(nn.Module):
         self.kernel = context.kernel
         self.rope = context.rope
         self.rope_from = context.rope_from
-        # Exact K and V of some tokens, which count in the place of what other stores have of these.
+        # Two stores of exact keys and exact values, or none. Of the tokens that they hold, they
+        # count, and not what other stores have of the same tokens.
         self.exact: Sequence[RingStore] = ()
         self.tables = {}  # name -> what a new row's entries are
         self.table_bytes = 0
@@ -168,7 +169,8 @@ class Cache(nn.Module):
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K after RoPE and V that are kept of a row's first `length` tokens,
-        [length or fewer, Hkv, D] each, in any order."""
+        [length or fewer, Hkv, D] each, in any order. This is what caches do that have stores `keys`
+        and `values`; others have a `past` of their own."""
         keys = self.keys.of_row(row, length)
         values = self.values.of_row(row, length)
         if self.exact:
@@ -177,8 +179,9 @@ class Cache(nn.Module):
         return keys, values
 
     def past_and_new(self, row: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What n new tokens of a row attend: what is kept of its `start` tokens, then k after RoPE
-        and v [n, Hkv, D]. To be asked for before the new tokens are written."""
+        """What n new tokens of a row attend: what is kept of the `start` tokens before them, then
+        their own k after RoPE and v [n, Hkv, D]. Call it before the new tokens are written, since
+        a ring then loses old ones."""
         if start == 0:
             return k, v
         past_k, past_v = self.past(row, start)
@@ -193,9 +196,9 @@ class Cache(nn.Module):
         nothing is read back to the host, so that one CUDA graph of a step is right for every
         length.
 
-        A method that attends only some tokens finds them in its `select`: select(pos, ...) gives an
-        index, or None for all tokens. Exact recent tokens (`exact`) are attended besides.
-        Evaluation wraps `select`."""
+        A method that attends only some tokens chooses them in its `select`, so that evaluation can
+        wrap it: select(pos, ...) gives an index, or None for all tokens. The tokens of `exact` are
+        attended besides."""
         raise NotImplementedError
 
     # ---- 3. Bytes
@@ -268,8 +271,9 @@ class Cache(nn.Module):
 
 
 def copy_by_kernel(source: Tensor, target: Tensor) -> None:
-    """Copies a tensor into a view of another. An index makes a kernel do it, which reaches host
-    memory that is mapped to the GPU (`host_memory`); a plain copy does not."""
+    """target.copy_(source), where target may be host memory that only kernels reach
+    (`host_memory`). A plain copy is the driver's work; a copy to an index is a kernel's. So this
+    writes to entry 0 of a tensor that has no other."""
     first = torch.zeros(1, dtype=torch.int64)
     target[None][first] = source.to(target.device)
 
@@ -294,14 +298,16 @@ def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
 
 
 class Store(nn.Module):
-    """What lies in memory of H heads' tokens, in one form: of each a vector of `width` numbers.
+    """The tokens of H heads in memory, in one form: of each token and head a vector of `width`
+    numbers, as they are or in codes.
 
-    token_bytes: bytes of one token, of all heads. kind and bits name the form to `attend`, which
-    gets two stores, of keys and of values, and calls `read`, `logits`, `mix` or `kernel_form`."""
+    A cache writes to a store. Then it gives `attend` two stores, of keys and of values: either a
+    kernel reads their buffers, or PyTorch calls `read` for chosen tokens, and `logits` (of keys)
+    and `mix` (of values) for all."""
 
-    kind = "plain"
-    bits = 16
-    token_bytes = 0
+    kind = "plain"  # the form, by which `attend` finds a kernel
+    bits = 16  # of a number; fewer are codes
+    token_bytes = 0  # of one token, all heads together
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
         """x [n, H, width]: one row's tokens from position `start` on."""
@@ -316,7 +322,7 @@ class Store(nn.Module):
         raise NotImplementedError
 
     def read(self, index: Tensor) -> Tensor:
-        """The tokens of an index [B, H or 1, G or 1, n], none negative ->
+        """The vectors of an index's tokens: [B, H or 1, G or 1, n], none negative ->
         [B, H, G or 1, n, width]."""
         raise NotImplementedError
 
@@ -332,10 +338,6 @@ class Store(nn.Module):
         """weights [B, H, G, S] fp32 times all tokens -> [B, H, G, width]."""
         raise NotImplementedError
 
-    def kernel_form(self) -> list[Tensor | None]:
-        """The tensors that a kernel takes."""
-        raise NotImplementedError
-
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         """Views of what the first `length` tokens of a row use of each buffer, by its name."""
         raise NotImplementedError
@@ -346,7 +348,10 @@ class Store(nn.Module):
 
 
 class TokenStore(Store):
-    """The numbers as they are, [B, H, S, width]; the base of stores that encode them."""
+    """The numbers as they are, in a buffer `vectors` [B, H, S, width].
+
+    It is the base of stores that encode them, too. These have other buffers (`layout`), and an
+    `encode` and a `decode`; all else they inherit."""
 
     def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int):
         super().__init__()
@@ -359,10 +364,11 @@ class TokenStore(Store):
             self.register_buffer(name, self.allocate(*shape, dtype=dtype))
             self.token_bytes += n_heads * math.prod(shape) * dtype.itemsize
 
-    # What stores of another form have instead
+    # What stores of another form replace
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of each buffer the name, and shape and dtype of what one head of one token has there."""
+        """The buffers: of each its name -> the shape and the dtype of one token's part of it, for
+        one head."""
         return {"vectors": ((self.width,), self.context.dtype)}
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -370,14 +376,14 @@ class TokenStore(Store):
         return self.context.zeros(self.n_heads, self.n_tokens, *shape, dtype=dtype)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each buffer holds of x [..., width]."""
+        """x [..., width] -> what goes into each buffer."""
         return (x,)
 
     def decode(self, vectors: Tensor) -> Tensor:
-        """The inverse: from what each buffer holds to x."""
+        """The inverse: what each buffer holds -> x [..., width]."""
         return vectors
 
-    # The protocol
+    # The methods of a store, for all of them
 
     def parts(self) -> list[Tensor]:
         """The buffers, in the order of `layout`."""
@@ -397,9 +403,10 @@ class TokenStore(Store):
         return self.decode(*parts).transpose(0, 1)
 
     def read(self, index: Tensor) -> Tensor:
-        in_line = index.flatten(2).expand(-1, self.n_heads, -1)  # [B, H, G * n]
-        parts = [gather_rows(part, in_line) for part in self.parts()]
-        return self.decode(*parts).unflatten(2, index.shape[2:])
+        G, n = index.shape[2:]
+        of_head = index.flatten(2).expand(-1, self.n_heads, -1)  # [B, H, G * n]
+        parts = [gather_rows(part, of_head) for part in self.parts()]
+        return self.decode(*parts).unflatten(2, (G, n))
 
     def read_all(self) -> Tensor:
         return self.decode(*self.parts())
@@ -410,9 +417,6 @@ class TokenStore(Store):
     def mix(self, weights: Tensor) -> Tensor:
         return matmul_codes(weights, self.vectors)
 
-    def kernel_form(self) -> list[Tensor | None]:
-        return self.parts()
-
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         n = min(length, self.n_tokens)  # a store of fewer slots fills from the left, too
         return {name: getattr(self, name)[row, :, :n] for name in self.layout()}
@@ -422,8 +426,8 @@ class TokenStore(Store):
 
 
 class RingStore(TokenStore):
-    """The n_sinks first and the n_recent last tokens alone: slots of the sinks, then a ring. Both
-    fill from the left."""
+    """The n_sinks first tokens and the n_recent last ones, and no others. A sink keeps its slot.
+    The slots after these are a ring, where the newest token takes the place of the oldest."""
 
     def __init__(
         self, context: CacheContext, n_heads: int, width: int, n_sinks: int, n_recent: int
@@ -433,19 +437,21 @@ class RingStore(TokenStore):
         self.n_recent = n_recent
 
     def slot(self, position: Tensor) -> Tensor:
-        """The slot that the token at a position has, or had."""
+        """The slot of the token at a position, which it has while it is recent."""
         is_sink = position < self.n_sinks
         in_ring = self.n_sinks + (position - self.n_sinks) % self.n_recent
         return torch.where(is_sink, position, in_ring)
 
     def kept(self, start: int, stop: int) -> Tensor:
-        """Those of the positions start to stop - 1 that are here once all of them are written."""
+        """Which of the positions start to stop - 1 are here, once all of these are written: the
+        sinks among them, and the last n_recent of the others."""
         positions = self.context.positions[start:stop]
-        n_sinks = max(0, self.n_sinks - start)  # of these positions
+        n_sinks = max(0, self.n_sinks - start)  # how many of these positions are sinks
         first_recent = max(n_sinks, len(positions) - self.n_recent)
         return torch.cat((positions[:n_sinks], positions[first_recent:]))
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
+        # The others would be overwritten at once, so they are not written.
         kept = self.kept(start, start + len(x))
         self.vectors[row, :, self.slot(kept)] = x[kept - start].transpose(0, 1)
 
@@ -453,21 +459,27 @@ class RingStore(TokenStore):
         super().write_token(self.slot(pos), x)
 
     def positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot once pos [B] is written: [B, slots], negative if empty."""
+        """The position of the token in each slot, [B, slots], when pos [B] is the newest; negative
+        where the slot is empty."""
         sinks = torch.arange(self.n_sinks, device=pos.device).expand(len(pos), -1)
         recent = self.n_sinks + ring_positions(pos - self.n_sinks, self.n_recent)
         in_slot = torch.cat((sinks, recent), 1)
         return in_slot.where(torch.arange(self.n_tokens, device=pos.device) <= pos[:, None], -1)
 
     def overlay(self, row: int, x: Tensor) -> Tensor:
-        """x [n, H, width], a row's tokens so far, with those of this store in their places."""
+        """x [n, H, width], all tokens of a row so far, but with this store's vectors for those that
+        it holds."""
         kept = self.kept(0, len(x))
         return x.index_copy(0, kept, self.vectors[row, :, self.slot(kept)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, n: int) -> Tensor:
-    """The position in each slot of a ring once pos [B] is written: [B, n], negative if empty."""
-    return pos[:, None] - (pos[:, None] - torch.arange(n, device=pos.device)) % n
+    """The position of the token in each of a ring's n slots, [B, n], when pos [B] is the newest;
+    negative where the slot is empty. Position p has the slot p % n. So a slot's token is
+    (pos - slot) % n positions older than the newest."""
+    slot = torch.arange(n, device=pos.device)
+    age = (pos[:, None] - slot) % n
+    return pos[:, None] - age
 
 
 # ---- attention over two stores
@@ -487,52 +499,141 @@ def attend(
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    keys, values: stores. index [B, Hkv or 1, G or 1, n]: the tokens that are attended, -1 for none;
-    None: all up to pos [B]. exact: no stores, or two of exact keys and values (ExactStore), whose
-    tokens are attended besides, or without an index in the place of the last. kernel: take the
-    kernel of these stores, if kernels.py has one."""
+    keys, values: two stores. index: which of their tokens are attended,
+        [B, Hkv or 1, G or 1, n]    these; -1 stands for none
+        None                        all of each row, up to pos [B]
+    exact: none, or two stores (ExactStore) of exact keys and values. All of their tokens are
+    attended. With an index they come besides. Without one they take the place of the row's last
+    n_recent tokens, of which the other stores are then not read.
+    kernel: run as a kernel, if kernels.py has one for these stores."""
     has_tokens = index is None or index.numel() > 0
     if kernel and has_tokens and has_kernel(q, keys, values, index):
         return attend_by_kernel(q, keys, values, pos, index, exact, scale)
-    return attend_by_pytorch(q, keys, values, pos, index, exact, scale)
+    if index is not None:
+        return attend_index(q, keys, values, pos, index, exact, scale)
+    return attend_all(q, keys, values, pos, exact, scale)
+
+
+def exact_tensors(exact: Sequence) -> list[Tensor]:
+    """The vectors of exact keys and values as operations take them, [B, slots, Hkv, D] each; an
+    empty list where a cache has no exact stores."""
+    return [store.vectors.transpose(1, 2) for store in exact]
+
+
+# In PyTorch
+
+
+def attend_index(
+    q: Tensor, keys, values, pos: Tensor, index: Tensor, exact: Sequence, scale: float
+) -> Tensor:
+    """`attend` in PyTorch, where an index names the tokens: these are read and decoded, and then
+    attended as plain K and V."""
+    Hkv = values.n_heads
+    is_token = (index >= 0).expand(-1, Hkv, -1, -1)  # [B, Hkv, G or 1, n]
+    chosen = index.clamp(min=0).long()
+    k = keys.read(chosen)  # [B, Hkv, G or 1, n, D]
+    v = values.read(chosen)
+    # If each query head of a group has tokens of its own, each needs keys and values of its own:
+    # these are then of Hq heads, in the place of Hkv.
+    return kernels.attend_plain(
+        q,
+        k.flatten(1, 2),
+        v.flatten(1, 2),
+        live=is_token.flatten(1, 2),
+        pos=pos,
+        exact=exact_tensors(exact),
+        scale=scale,
+        kernel=False,
+    )
+
+
+def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: float) -> Tensor:
+    """`attend` in PyTorch, over all tokens up to pos. Stores in codes are not decoded: `logits` and
+    `mix` multiply the codes as they are."""
+    is_plain = keys.kind == "plain" and values.bits == 16
+    if is_plain and not exact:
+        live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
+        return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
+
+    q_of_group = q.unflatten(1, (values.n_heads, -1))  # [B, Hkv, G, D]
+    last = pos[:, None, None, None]
+    n_recent = exact[0].n_recent if exact else 0
+
+    # Logits of all tokens but those that are exact, or later than pos.
+    logits = keys.logits(q_of_group).float()  # [B, Hkv, G, S]
+    S = logits.shape[-1]
+    is_left_out = torch.arange(S, device=pos.device) > last - n_recent
+    logits = logits.masked_fill(is_left_out, -torch.inf)
+
+    # Logits of the exact ones, whose slots fill from the left: [B, Hkv, G, n_recent].
+    if exact:
+        is_empty = torch.arange(n_recent, device=pos.device) > last
+        exact_logits = exact[0].logits(q_of_group).float().masked_fill(is_empty, -torch.inf)
+        logits = torch.cat((logits, exact_logits), -1)
+
+    # One softmax over both. Its division comes last, when both have added their values.
+    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
+    out = values.mix(weights[..., :S])
+    if exact:
+        out = out + exact[1].mix(weights[..., S:])
+    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+
+
+# By a kernel
 
 
 def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
-    """Whether kernels.py has a kernel for stores of these forms."""
-    if values.bits < 16 and q.shape[-1] % 16:  # see kernels.value_packing
+    """Whether kernels.py has a kernel for keys and values of these forms. (The forms "fp8", "int8"
+    and "levels" are of stores in extras/baselines.py.)"""
+    has_coded_values = values.bits < 16
+    if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
         return False
     if keys.kind == "plain":
-        return values.kind == "plain" and values.bits == 16
+        return values.kind == "plain" and not has_coded_values
     if keys.kind == "fp8":
         return kernels.has_e4m3(q.device)
     if keys.kind == "channels":
-        return values.bits < 16 and index is None
+        return has_coded_values and index is None
     return keys.kind == "latents"
 
 
 def attend_by_kernel(
     q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
 ) -> Tensor:
-    """`attend`, by the kernel of the stores' forms."""
+    """`attend` by a kernel: that of the keys' form, which takes their buffers."""
     q = q.contiguous()
     pos = pos.int()
     exact = exact_tensors(exact)
-    v, v_scale = [*values.kernel_form(), None][:2]
     if index is not None:
-        index = kernel_index(index, n_kv_heads=v.shape[1])
+        index = kernel_index(index, values.n_heads)
+
     if keys.kind == "plain":
-        return kernels.launch_attend_plain(q, keys.vectors, v, pos, index, exact, scale)
-    if keys.kind == "fp8":  # with one scale a head, [B, Hkv, 1]
-        k_scale = keys.scale[..., 0]
+        return kernels.launch_attend_plain(
+            q, keys.vectors, values.vectors, pos, index, exact, scale
+        )
+
+    if keys.kind == "fp8":
+        k_scale = keys.scale[..., 0]  # one scale a head, [B, Hkv]
         v_scale = values.scale[..., 0]
         return kernels.launch_attend_plain(
-            q, keys.vectors, v, pos, index, exact, scale, k_scale, v_scale
+            q, keys.vectors, values.vectors, pos, index, exact, scale, k_scale, v_scale
         )
-    if keys.kind == "channels":
-        k, k_scale = keys.kernel_form()
+
+    v_scale = values.scale if values.bits < 16 else None
+    if keys.kind == "channels":  # KIVI's
         return kernels.launch_attend_channels(
-            q, k, k_scale, v, v_scale, values.bits, pos, exact, scale
+            q,
+            keys.codes,
+            keys.min_and_scale,
+            values.vectors,
+            v_scale,
+            values.bits,
+            pos,
+            exact,
+            scale,
         )
+
+    # "latents": keys are rebuilt from them (SALS, Palu).
     latent, latent_scale, int4_dims = keys.latent_parts()
     return kernels.launch_attend_latents(
         q,
@@ -543,7 +644,7 @@ def attend_by_kernel(
         keys.kernel_basis.scale,
         keys.kernel_basis.bias,
         keys.context.rope_pairs,
-        v,
+        values.vectors,
         v_scale,
         values.bits,
         pos,
@@ -553,54 +654,13 @@ def attend_by_kernel(
     )
 
 
-def exact_tensors(exact: Sequence) -> list[Tensor]:
-    """Exact keys and values as kernels take them, [B, slots, Hkv, D], of two ExactStores; or none
-    of none."""
-    return [store.vectors.transpose(1, 2) for store in exact]
-
-
 def kernel_index(index: Tensor, n_kv_heads: int) -> Tensor:
-    """An index [B, Hkv or 1, G or 1, n] as kernels take it: int32 [B, n], [B, Hkv, n] or
-    [B, Hq, n]."""
-    if index.shape[1] == index.shape[2] == 1:
-        return index[:, 0, 0].int()  # one set a row: rows may lie apart
+    """An index [B, Hkv or 1, G or 1, n] as kernels take it, int32: [B, n] if all heads attend the
+    same tokens, else [B, Hkv, n] or [B, Hq, n]."""
+    is_of_all_heads = index.shape[1] == index.shape[2] == 1
+    if is_of_all_heads:
+        return index[:, 0, 0].int()  # a view: of this form alone rows may lie apart in memory
     return index.expand(-1, n_kv_heads, -1, -1).flatten(1, 2).int().contiguous()
-
-
-def attend_by_pytorch(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
-) -> Tensor:
-    """`attend`, in PyTorch. All tokens of stores in codes are attended by products with the
-    codes."""
-    Hkv = values.n_heads
-    if index is not None:
-        live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
-        chosen = index.clamp(min=0).long()
-        k = keys.read(chosen).flatten(1, 2)  # [B, Hkv or Hq, n, D]
-        v = values.read(chosen).flatten(1, 2)
-        exact = exact_tensors(exact)
-        return kernels.attend_plain(q, k, v, live, pos, exact, scale=scale, kernel=False)
-
-    if not exact and keys.kind == "plain" and values.bits == 16:
-        live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
-        return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
-    # Logits of the stored tokens, [B, Hkv, G, S], and of the exact ones.
-    grouped = q.unflatten(1, (Hkv, -1))
-    logits = keys.logits(grouped).float()
-    S = logits.shape[-1]
-    n_recent = exact[0].n_recent if exact else 0
-    last = pos[:, None, None, None]
-    is_exact_or_later = torch.arange(S, device=pos.device) > last - n_recent
-    logits = logits.masked_fill(is_exact_or_later, -torch.inf)
-    if exact:  # its slots fill from the left
-        is_empty = torch.arange(n_recent, device=pos.device) > last
-        of_recent = exact[0].logits(grouped).float().masked_fill(is_empty, -torch.inf)
-        logits = torch.cat((logits, of_recent), -1)
-    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
-    out = values.mix(weights[..., :S])
-    if exact:
-        out = out + exact[1].mix(weights[..., S:])
-    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
 
 # -------------------------------------------------------------------------------------------- dense
@@ -612,10 +672,11 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Keys after RoPE and values of every token: the truth, and the base of what keeps K and V in
-    two stores.
+    """Keys after RoPE and values of every token, as they are: what all methods are compared with.
 
-    A step attends the tokens that `select` names."""
+    It is also the base of all caches that keep K and V in two stores. Such a cache may have other
+    stores, another basis for its keys (`to_stored_basis`), and a `select` that chooses the tokens
+    of a step."""
 
     def __init__(
         self, context: CacheContext, keys: Store | None = None, values: Store | None = None
@@ -629,7 +690,7 @@ class DenseCache(Cache):
         )
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., H, D] after RoPE, in the basis in which keys are kept
+        """Queries or keys [..., H, D] after RoPE -> the same in the basis in which keys are stored,
         [..., H, width]."""
         return x
 
@@ -644,8 +705,8 @@ class DenseCache(Cache):
         self.values.write_token(pos, v)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """q [B, Hq, width] in the stored basis -> an index [B, Hkv or 1, G or 1, n], or None for
-        all."""
+        """q [B, Hq, width] in the stored basis -> the tokens to attend, an index
+        [B, Hkv or 1, G or 1, n], or None for all."""
         return None
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -684,8 +745,11 @@ class FittedLayer(NamedTuple):
 
 
 def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
-    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense.
-    make(context, settings) gives one; of a fitted method make(context, settings, fitted)."""
+    """What a row of METHODS has as its `caches`, for a method whose layers all have the same kind
+    of cache. (Only the layers of --skip, where a method has that option, are dense.)
+
+    make: the class, or a function, that gives the cache of a layer: make(context, settings), or
+    make(context, settings, fitted) if the method is fitted."""
 
     def build(
         model: Llama, settings: object, context: CacheContext, artifact: Artifact
@@ -697,7 +761,7 @@ def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
         for i, layer in enumerate(model.layers):
             if i in skipped:
                 caches.append(DenseCache(context))
-            elif artifact:
+            elif artifact:  # which is {} if the method is not fitted
                 fitted = FittedLayer(layer.attention, artifact, i)
                 caches.append(make(context, settings, fitted))
             else:
@@ -733,7 +797,8 @@ class Budget(NamedTuple):
 
 
 def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int) -> Budget:
-    """Cuts a budget to a length: recent tokens come first, then selected ones, then sinks."""
+    """Cuts a budget to a length. Where it is too short for all, recent tokens go before selected
+    ones, and these before sinks."""
     n_recent = min(n_recent, max_seq_length)
     n_selected = min(n_selected, max_seq_length - n_recent)
     n_sinks = min(n_sinks, max_seq_length - n_recent - n_selected)
@@ -746,8 +811,8 @@ LEAST_TOKENS = 64
 
 
 def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
-    """Tokens out of `length` that `keep` allows: above 1 a count, up to 1 a fraction, but at least
-    `least` tokens (None: LEAST_TOKENS)."""
+    """How many of `length` tokens `keep` means. Above 1 it is a count. Up to 1 it is a fraction,
+    but of at least `least` tokens (None: LEAST_TOKENS)."""
     if least is None:
         least = LEAST_TOKENS
     tokens = int(keep)
@@ -759,7 +824,8 @@ def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
 def left_to_select(
     keep: float, total: int, max_seq_length: int, n_sinks: int, n_recent: int
 ) -> int:
-    """What a budget `keep`, of `total` tokens, leaves to select beside sinks and recent tokens."""
+    """How many tokens are left to select, out of `total`, beside sinks and recent ones. keep and
+    max_seq_length are for the UserError that says that none are."""
     if total < n_sinks + n_recent:
         fault = f"is fewer than {n_sinks} sinks and {n_recent} recent ones"
         raise UserError(f"--keep {keep:g} of {max_seq_length} tokens {fault}")
@@ -775,13 +841,14 @@ def keep_setting(tokens: float):
 
 @dataclass
 class KeepSettings:
-    """What a method that selects is given: tokens in all, of which the newest is always one."""
+    """The settings of a method that selects: how many tokens a step attends in all. The newest one
+    is always among them."""
 
     keep: float = keep_setting(512)
 
     def budget(self, max_seq_length: int) -> Budget:
         total = kept_tokens(self.keep, max_seq_length)
-        if total == max_seq_length:
+        if total == max_seq_length:  # nothing is left out, so there is nothing to select
             return Budget(n_sinks=0, n_selected=total, n_recent=0)
         return Budget(n_sinks=0, n_selected=total - 1, n_recent=1)
 
@@ -809,7 +876,8 @@ class ScoringCache(DenseCache):
         raise NotImplementedError
 
     def n_best(self, pos: Tensor) -> Tensor | None:
-        """How many of the budget's selected tokens each row takes [B]; None: all of them."""
+        """How many tokens each row selects [B], where the budget's n_selected is only the most that
+        any row may select; None: all rows select as many."""
         return None
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
@@ -825,7 +893,7 @@ class ScoringCache(DenseCache):
         )
 
     def bytes_read(self, length: int) -> int:
-        """K and V of the tokens attended; a method adds what its scores read."""
+        """K and V of the tokens attended. A method adds the bytes that its scores read."""
         attended = min(length, sum(self.budget))
         return round(attended * self.keys.token_bytes + attended * self.values.token_bytes)
 
@@ -839,7 +907,7 @@ class TopKSettings(KeepSettings):
 
 
 class TopKCache(ScoringCache):
-    """K and V in full. A KV head's query heads choose together."""
+    """K and V in full. The query heads that share a KV head choose the same tokens, together."""
 
     def __init__(self, context: CacheContext, settings: TopKSettings):
         super().__init__(context, settings.budget(context.max_seq_length))
@@ -880,7 +948,8 @@ class LokiSettings:
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, max_seq_length: int) -> Budget:
-        """The tokens that a query head attends in a cache that is full."""
+        """The tokens that a query head attends when the cache is full. (Shorter rows take fewer of
+        them: `LokiCache.n_best`.)"""
         n_selected = kept_tokens(self.k, max_seq_length)
         if self.reduced:
             n_selected = max_seq_length
@@ -892,9 +961,9 @@ def loki_step(
 ) -> tuple[Tensor, Tensor, tuple]:
     """One decode step of Loki as published, for one KV head. Algorithm 1's lines number the steps.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], and each query's tokens [G, n_selected].
-    stored: K in the basis P and V, [S - 1, D] each. P [D, D]: principal components of the keys, the
-    largest first."""
+    q [G, D], k and v [D]: after RoPE. stored: K in the basis P, and V, [S - 1, D] each. P [D, D]:
+    the principal components of the keys as columns, the largest first. -> the output [G, D], each
+    query's tokens [G, n_selected], and what is stored now."""
     # 2-4. Turn the new query and key into the basis P, which leaves full logits as they are (Lemma
     # 4.1), and append.
     q = q @ P
@@ -915,7 +984,7 @@ def loki_step(
 
 
 def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
-    """What is stored of S tokens, [S, ...] each: of S - 1 tokens `stored`, of the new one `new`."""
+    """Each tensor of `stored` [S - 1, ...], with the new token's part [...] behind it: [S, ...]."""
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
 
@@ -928,12 +997,12 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def rank_of(fraction: float, width: int) -> int:
-    """A fraction of so many dims, to the nearest but at least 1."""
+    """How many dims a fraction of `width` dims is: the nearest number, at least 1."""
     return max(1, round(fraction * width))
 
 
 def in_basis(x: Tensor, basis: Tensor) -> Tensor:
-    """Heads x [..., H, D] in the bases [..., Hkv, D, r] of their KV heads -> [..., H, r]."""
+    """Heads x [..., H, D], each times the basis of its KV head, [..., Hkv, D, r] -> [..., H, r]."""
     grouped = x.unflatten(-2, (basis.shape[-3], -1))
     return torch.einsum("...hgd,...hdr->...hgr", grouped, basis).flatten(-3, -2)
 
@@ -944,8 +1013,8 @@ class LokiCache(ScoringCache):
     def __init__(self, context: CacheContext, settings: LokiSettings, fitted: FittedLayer):
         c = context.config
         artifact = fitted.artifact
-        # Scores read d components: a fraction of D, or as many as hold a fraction of the keys'
-        # energy.
+        # Scores read d components: the fraction --d of D, or with --explained so many that they
+        # hold this fraction of the keys' variance.
         d = rank_of(settings.d, c.head_dim)
         if settings.explained:
             eigenvalues = artifact[f"{settings.basis}.eigenvalues"][fitted.i]  # [Hkv, D]
@@ -958,17 +1027,19 @@ class LokiCache(ScoringCache):
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
-        self.least_tokens = LEAST_TOKENS
+        self.least_tokens = LEAST_TOKENS  # of when it is made: tests set another
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.P)
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(row, length)
-        return in_basis(keys, self.P.mT), values
+        return in_basis(keys, self.P.mT), values  # P^T turns them back: P is orthogonal
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Line 5: a query head's logits on the d leading components; or a group's, as top-k has."""
+        """Line 5. Each query head scores for itself, by its logits on the d leading components:
+        [B, Hkv, G, S]. With --share group one score serves a group, [B, Hkv, 1, S]: the largest
+        attention weight that one of its heads gives, by the same components."""
         leading = q[..., : self.d]
         shares = self.settings.share == "group"
         rule = "largest" if shares else "each"
@@ -980,11 +1051,14 @@ class LokiCache(ScoringCache):
     def n_best(self, pos: Tensor) -> Tensor | None:
         if self.settings.k > 1:
             return None
-        length = (pos + 1).double()  # a fraction is of each row's own, as kept_tokens has it
+        # --k is a fraction of each row's own length. This is `kept_tokens`, on the device.
+        length = (pos + 1).double()
         return (self.settings.k * length).long().clamp(min=self.least_tokens)
 
     def bytes_read(self, length: int) -> int:
-        """d components of every key, then K and V of at most G k selected tokens a KV head."""
+        """d components of every key, then K and V of the selected tokens. Each of a KV head's G
+        query heads has a set of its own, so that it may be G times as many, if no token is in two
+        sets."""
         if self.settings.reduced:
             return DenseCache.bytes_read(self, length)
         sets = 1 if self.settings.share == "group" else self.config.group
@@ -995,13 +1069,15 @@ class LokiCache(ScoringCache):
 
 
 def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
-    """The `tensors` of a method: of each KV head bases [D, D] or other numbers [D], and others."""
+    """What a row of METHODS has as its `tensors`: of each name what the artifact holds of every KV
+    head, a matrix [D, D] if it is a basis, else numbers [D]. others: tensors of another shape."""
 
     def tensors(c: ModelConfig) -> Stored:
         numbers = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+        matrices = (*numbers, c.head_dim)
         found = {}
         for name in names:
-            found[name] = (*numbers, c.head_dim) if "basis" in name else numbers
+            found[name] = matrices if "basis" in name else numbers
         return found | others
 
     return tensors
@@ -1255,9 +1331,6 @@ class ChannelKeys(Store):
     def logits(self, q: Tensor) -> Tensor:
         logits = channel_logits(q, self.codes, self.min_and_scale, self.bits)
         return logits[..., : self.context.max_seq_length]
-
-    def kernel_form(self) -> list[Tensor | None]:
-        return [self.codes, self.min_and_scale]
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         n_groups = -(-length // GROUP)
