@@ -1133,27 +1133,30 @@ def kivi_step(
 
 
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups of numbers: of `group` channels of a token, as KIVI's values, or
-    with dim -2 of `group` tokens of a channel, as its keys.
+    """Codes of `bits` bits: a number is its group's minimum + scale * code. A group is `group`
+    channels of one token (dim -1, as KIVI's values have it), or `group` tokens of one channel
+    (dim -2, as its keys).
 
     x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and the minimum and scale of each
     group in fp16, [..., S, D / group, 2] or with dim -2 [..., S / group, D, 2]."""
+    # [..., S, D / group, group], or with dim -2 [..., S / group, group, D]: a group lies along dim.
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
-    # Round the scale and minimum to what is stored first: the codes then belong to the stored
-    # values.
+    # Round the minimum and the scale to what is stored before they are used, so that the codes
+    # belong to the stored ones.
     low = as_fp16(low)
     scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
-    packed = pack(codes.flatten(dim - 1, dim), bits)
+    packed = pack(codes.flatten(dim - 1, dim), bits)  # of [..., S, D] again
+    # Of a group along dim one pair is left. The pair is a new last dim, so dim is now dim - 1.
     return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
 def dequantize(
     codes: Tensor, min_and_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
-    """The inverse: from codes, and the minimum and scale of each group, to x [..., S, D]."""
+    """The inverse of `quantize`: codes, and minimum and scale of each group -> x [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = min_and_scale.float().unbind(-1)
     x = grouped * scale.unsqueeze(dim) + low.unsqueeze(dim)
@@ -1167,19 +1170,21 @@ def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) 
     """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] ->
     [B, H, G, D].
 
-    There is a product for each run of channels that lie in one group and in one plane of the codes
-    (the same bits of neighbouring bytes)."""
-    low, scale = min_and_scale.to(weights.dtype).unbind(-1)  # [B, H, S, groups]
-    width = codes.shape[-1]  # bytes of a token, and channels of a plane
+    Over tokens s, sum of w_s (low_s + scale_s code_s) = w . low + (w scale) . code. `pack` puts
+    channel c into byte c % width, where it has the bits of plane c // width. So there is a product
+    for each run of channels that share both a group, with its low and scale, and a plane."""
+    low, scale = min_and_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n_groups]
+    width = codes.shape[-1]  # bytes of a token, which is also the number of channels in a plane
+    D = width * 8 // bits
     n_groups = min_and_scale.shape[-2]
-    group = width * 8 // bits // n_groups  # channels
+    group = D // n_groups  # channels of a group
     run = math.gcd(group, width)
     parts = []
     for channel in range(0, group * n_groups, run):
         plane, byte = divmod(channel, width)
         i = channel // group
-        part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        mixed = matmul_codes(weights * scale[:, :, None, :, i], part)
+        codes_of_run = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
+        mixed = matmul_codes(weights * scale[:, :, None, :, i], codes_of_run)
         parts.append(mixed + weights @ low[..., i, None])
     return torch.cat(parts, -1)
 
@@ -1187,25 +1192,28 @@ def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) 
 def channel_logits(q: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) -> Tensor:
     """q [B, H, G, D] times keys in codes per channel [B, H, S, D * bits / 8] -> [B, H, G, S] fp32.
 
-    q . (low + scale code) = q . low + (q scale) . code, a plane of the codes at a time."""
-    low, scale = min_and_scale.float().unbind(-1)  # [B, H, n, D], for n groups of 32 tokens
-    weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
-    groups = codes.unflatten(2, (-1, GROUP))  # [B, H, n, 32, D * bits / 8]
+    A group is n = S / 32 times 32 tokens, with a low and a scale for each channel. In a group
+    q . (low + scale code) = q . low + (q scale) . code. The second product goes plane by plane of
+    the codes (`pack`)."""
+    low, scale = min_and_scale.float().unbind(-1)  # [B, H, n, D]
+    q_scaled = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
+    codes_of_group = codes.unflatten(2, (-1, GROUP))  # [B, H, n, 32, D * bits / 8]
     n_planes = 8 // bits
-    weights_of_plane = weights.chunk(n_planes, -1)
-    coded = 0.0
+    q_of_plane = q_scaled.chunk(n_planes, -1)
+    of_codes = 0.0
     for i in range(n_planes):
-        plane = (groups >> (i * bits)) & (2**bits - 1)
-        coded = coded + (plane.to(q.dtype) @ weights_of_plane[i].mT).float()  # [B, H, n, 32, G]
-    of_group = (q.float() @ low.mT).mT  # [B, H, n, G]
-    return (coded + of_group[:, :, :, None]).flatten(2, 3).mT
+        plane = (codes_of_group >> (i * bits)) & (2**bits - 1)
+        of_codes = of_codes + (plane.to(q.dtype) @ q_of_plane[i].mT).float()  # [B, H, n, 32, G]
+    of_low = (q.float() @ low.mT).mT  # [B, H, n, G]: alike for the tokens of a group
+    return (of_codes + of_low[:, :, :, None]).flatten(2, 3).mT
 
 
 # ---- its stores
 
 
 class CodedStore(TokenStore):
-    """Codes of 2 or 4 bits (`quantize`), with a minimum and scale for 32 channels, or for fewer."""
+    """Codes of 2 or 4 bits (`quantize`), in `vectors`. A group of 32 channels (or all, of fewer)
+    shares a minimum and a scale, which lie side by side in `scale`."""
 
     group = GROUP  # channels that share them
 
@@ -1226,7 +1234,7 @@ class CodedStore(TokenStore):
         return quantize(x, self.bits, self.group)
 
     def min_and_scale(self, scale: Tensor) -> Tensor:
-        """The minimum and scale of each group [..., groups, 2], of what the buffer `scale` has."""
+        """What the buffer `scale` holds -> the minimum and scale of each group [..., groups, 2]."""
         return scale
 
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
@@ -1238,8 +1246,9 @@ class CodedStore(TokenStore):
 
 
 class ByToken:
-    """Makes the heads of one token lie side by side in a store's memory: [B, S, H, ...], which is
-    seen as [B, H, S, ...]. A step that attends chosen tokens then reads longer pieces."""
+    """Another order in memory for a store: the heads of a token side by side, [B, S, H, ...]. What
+    is seen is [B, H, S, ...] as ever. A step that attends chosen tokens then reads longer pieces.
+    (To be named before the store among a class's bases.)"""
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = self.context.zeros(self.n_tokens, self.n_heads, *shape, dtype=dtype)
@@ -1247,7 +1256,7 @@ class ByToken:
 
 
 class ExactStore(ByToken, RingStore):
-    """Exact K or V of sinks and recent tokens, as `attend` takes them beside codes."""
+    """Exact K or V of sinks and recent tokens, which `attend` takes beside stores in codes."""
 
 
 def exact_stores(context: CacheContext, n_sinks: int, n_recent: int) -> nn.ModuleList:
@@ -1261,9 +1270,10 @@ def exact_stores(context: CacheContext, n_sinks: int, n_recent: int) -> nn.Modul
 class ChannelKeys(Store):
     """Keys quantised per channel in groups of 32 tokens, a block of R tokens at a time.
 
-    The keys of an unfinished block are exact, and lie in `ring` alone: token t of the row in slot t
-    % R. The slots that this block has not reached hold the last keys of the block before, as its
-    codes have them."""
+    The keys of an unfinished block are exact, and only in `ring`, which has R slots: token t is in
+    slot t % R. `attend` takes the ring for the row's last R tokens. So the slots that this block
+    has not reached yet must hold the last tokens of the block before. That block is full, so they
+    hold its keys as its codes give them."""
 
     kind = "channels"
 
@@ -1275,8 +1285,8 @@ class ChannelKeys(Store):
         self.bits = bits
         self.ring = ring
         self.R = ring.n_recent
-        self.n_tokens = -(-context.max_seq_length // self.R) * self.R
-        # Codes, and minimum and scale: 32 bits for 32 numbers.
+        self.n_tokens = -(-context.max_seq_length // self.R) * self.R  # whole blocks
+        # The minimum and scale of a group add 32 bits to 32 numbers: one bit each.
         self.token_bytes = n_heads * width * (bits + 1) / 8
         codes = context.zeros(n_heads, self.n_tokens, width * bits // 8, dtype=torch.uint8)
         pairs = context.zeros(n_heads, self.n_tokens // GROUP, width, 2, dtype=torch.float16)
@@ -1292,32 +1302,36 @@ class ChannelKeys(Store):
         return dequantize(codes, min_and_scale, self.bits, GROUP, self.context.dtype, dim=-2)
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
-        # Go on with the unfinished block, whose keys fill the ring from slot 0 on.
+        # Go on with the unfinished block, whose exact keys are the first slots of the ring.
         first = start // self.R * self.R
-        begun = self.ring.vectors[row, :, : start - first].transpose(0, 1)
-        x = torch.cat((begun, x))
+        unfinished = self.ring.vectors[row, :, : start - first].transpose(0, 1)
+        x = torch.cat((unfinished, x))
         self.ring.write_prompt(row, first, x)
+        # Full blocks become codes.
         n_coded = len(x) // self.R * self.R
+        stop = first + n_coded
         codes, pairs = self.encode(x[:n_coded].transpose(0, 1))
-        self.codes[row, :, first : first + n_coded] = codes
-        self.min_and_scale[row, :, first // GROUP : (first + n_coded) // GROUP] = pairs
-        if n_coded:
-            # The last full block fills the ring from slot 0 on; the keys after it lie there now.
-            last_codes = codes[:, -self.R :]
-            last_pairs = pairs[:, -self.R // GROUP :]
-            block = self.decode(last_codes, last_pairs)  # [Hkv, R, width]
-            n_begun = len(x) - n_coded
-            self.ring.vectors[row, :, n_begun:] = block[:, n_begun:]
+        self.codes[row, :, first:stop] = codes
+        self.min_and_scale[row, :, first // GROUP : stop // GROUP] = pairs
+        # The slots that the new unfinished block has not reached get the decoded block before it.
+        if n_coded > 0:
+            n_groups = self.R // GROUP
+            block = self.decode(codes[:, -self.R :], pairs[:, -n_groups:])  # [Hkv, R, width]
+            n_unfinished = len(x) - n_coded
+            self.ring.vectors[row, :, n_unfinished:] = block[:, n_unfinished:]
 
     def write_token(self, pos: Tensor, x: Tensor) -> None:
         self.ring.write_token(pos, x)
-        # The block is encoded at every step, and read once it is full: a condition would have to
-        # ask the host. The ring is taken as it lies in memory, since a compiled step would copy it
+        # The block is encoded in every step, since to ask whether it is full would be to wait for
+        # the host. Its codes are read only when it is: until then the ring counts.
+        # The ring is taken as it lies in memory, [B, R, Hkv, width]: a compiled step would copy it
         # otherwise.
-        ring = self.ring.vectors.transpose(1, 2)  # [B, R, Hkv, width]
+        ring = self.ring.vectors.transpose(1, 2)
         codes, pairs = self.encode(ring.transpose(1, 2))  # [B, Hkv, R or R / 32, ...]
+        # When the block is full, its keys in the ring become what the codes give.
         is_full = (pos % self.R == self.R - 1)[:, None, None, None]
         ring.copy_(torch.where(is_full, self.decode(codes, pairs).transpose(1, 2), ring))
+        # Where the codes go: the block's tokens [B, R], and its groups [B, R / 32].
         row = self.context.rows[:, None]
         first = (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
@@ -1359,7 +1373,7 @@ class KiviCache(DenseCache):
         self.exact = exact
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
-        super().write_prompt(row, start, k, v)  # the exact keys, too: they are the keys' ring
+        super().write_prompt(row, start, k, v)  # which writes exact keys: they are the keys' ring
         self.exact[1].write_prompt(row, start, v)
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
@@ -1468,9 +1482,12 @@ def sals_step(
     """One decode step of SALS as published (Algorithm 1, whose lines number the steps), for one
     sequence.
 
-    q [Hq, D], k and v [Hkv, D]: before RoPE -> output [Hq, D], and the tokens attended [n]. U
-    [Hkv*D, r]: the leading eigenvectors of keys; rope(x, positions) rotates x [n, H, D].
-    Sinks and recent tokens are exact here; the paper compresses the last ones by half (ours)."""
+    q [Hq, D], k and v [Hkv, D]: before RoPE. U [Hkv*D, r]: the leading eigenvectors of keys.
+    r_score: the paper's r*. bits: of a value's code. rope(x, positions) rotates x [n, H, D]. -> the
+    output [Hq, D], the tokens attended [n], and what is stored now.
+
+    Sinks and recent tokens are exact here (ours); the paper compresses both, recent ones by
+    half."""
     n_sinks, n_selected, n_recent = budget
     Hkv, D = k.shape
     S = len(stored.latents) + 1
@@ -1557,10 +1574,12 @@ def sals_step_ours(
     """The same step as it runs by default, for one sequence: what we changed is in steps 2, 3, 4
     and 6.
 
-    q [Hq, D], k and v [Hkv, D]: before RoPE; the weights W_V and W_O have rotate_values' rotation
-    -> output [Hq, D], and the tokens attended [n]. rope(x, positions) rotates x [n, H, D]. blocks:
-    the mean rotation of each block of tokens, for scores (mean_rotations); mean_blocks: those for
-    the mean key's part, which are blocks, or of each token its own where keys have a bias."""
+    q [Hq, D], k and v [Hkv, D]: before RoPE; v and the output are in the basis of `rotate_values`,
+    which W_V and W_O have. rope(x, positions) rotates x [n, H, D]. Scores turn queries back by two
+    sets of rotations. blocks: the mean rotation of each block of tokens (`mean_rotations`), for
+    what latents say of a key. mean_blocks: for the mean key; the same, or where keys have a bias,
+    so that the mean key is large, each token's own rotation. -> the output [Hq, D], the tokens
+    attended [n], and what is stored now."""
     n_sinks, n_selected, n_recent = budget
     Hkv, D = k.shape
     G = len(q) // Hkv
@@ -1624,7 +1643,8 @@ SCORE_BLOCK = 512
 
 @functools.lru_cache
 def random_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims (ours). It spreads energy."""
+    """A fixed random rotation (ours), which makes the dims of a vector about equally large. Given
+    several sizes, it rotates consecutive parts of a vector, each for itself: block-diagonal."""
     seeded = torch.Generator().manual_seed(0)
     parts = []
     for n in sizes:
@@ -1647,12 +1667,13 @@ def rotate_values(attention: Attention, c: ModelConfig) -> None:
 
 
 def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
-    """What multiplies the dims of a latent beyond r*, so that quantize_mixed's 4-bit codes fit them
-    (ours).
+    """The factor for the dims of a latent beyond r*, by which both its parts need about the same
+    scale (ours), since `quantize_mixed` has one for both.
 
-    values [Hkv*D]: the mean squares of a latent's dims. The codes' unit is the int8 dims' largest
-    number over 127; the largest of n normal numbers is on the mean below sqrt(2 ln 2n)
-    deviations."""
+    values [Hkv*D]: the mean square of each dim of a latent. The int8 part needs the scale
+    `largest / 127`, where the largest of n normal numbers is about sqrt(2 ln 2n) deviations. The
+    4-bit part needs the scale at which its levels, 8 scales apart, are LEVELS_APART deviations
+    apart."""
     int8_deviation = values[:r_score].mean().sqrt()
     int4_deviation = values[r_score:r].mean().sqrt()
     unit = int8_deviation * (math.sqrt(2 * math.log(2 * r_score)) / 127)
@@ -1661,14 +1682,17 @@ def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], alike in a RoPE pair."""
+    """A basis [Hkv, D, r] in int8 codes (ours), and a scale for each of its rows [Hkv, D, 1], the
+    same for the two dims of a RoPE pair, so that a key can be rotated before it is scaled."""
     pairs = basis.unflatten(1, (2, -1))  # [Hkv, 2, D/2, r]
     codes, scale = kernels.quantize_int8(pairs, (1, 3))
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """quantize_spread's scales [...] as `dequantize` takes them: of one group [..., 1, 2]."""
+    """The scales [...] of `quantize_spread` as `dequantize` takes them: minimum and scale of one
+    group [..., 1, 2]. A spread code stands for (2 code - top) scale, with top = 2**bits - 1. So the
+    minimum is -top scale, and the step between levels is 2 scale."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
@@ -1695,8 +1719,9 @@ def paper_basis(
 def sals_layer_maps(
     c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device: torch.device
 ) -> SalsMaps:
-    """Layer i's maps: S U_r and S^-1 U_r of keys S (k - mean), rotated and scaled for codes, `up`
-    as its int8 codes hold it."""
+    """Layer i's maps (docs/methods.md, "maps"): down = S U_r M gain and up = S^-1 U_r M gain^-1. S
+    weighs the dims of a key as queries do, and U_r has the leading directions of S (k - mean). M
+    and the gain suit a latent to its codes. `up` has the numbers that its own int8 codes give."""
     r, r_score = settings.ranks(c)
     U_r = leading_basis(c, settings, artifact, f"{i}.query_basis", device)
     S = artifact["scale"][i].to(device)[:, None]
@@ -1713,10 +1738,10 @@ def sals_layer_maps(
 
 
 def mean_rotations(context: CacheContext) -> Rotations:
-    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours).
+    """The mean cos and sin of each block of SCORE_BLOCK positions (ours).
 
-    A cache may end within its last block. The mean is over the whole block even so: what a row
-    attends then does not depend on how many tokens there is room for."""
+    A cache may end within its last block. The mean is over the whole block even then, so that what
+    a row attends does not depend on how many tokens the cache has room for."""
     n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
     cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
     mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
@@ -1725,15 +1750,16 @@ def mean_rotations(context: CacheContext) -> Rotations:
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
-    """The one query [..., 1, r*] whose logits are the sums of all heads' (paper, sec. 4.3), of q
-    [..., Hq, D] before RoPE, in the basis U_r* [Hkv*D, r*]. The heads of a group share their
-    keys."""
+    """The one query whose logits are the sums of all heads' logits (paper, sec. 4.3): q
+    [..., Hq, D] before RoPE, in the basis U_r* [Hkv*D, r*] -> [..., 1, r*]. The heads of a group
+    have the same keys, so their queries are summed first."""
     of_group = q.unflatten(-2, (n_kv_heads, -1)).sum(-2)  # [..., Hkv, D]
     return of_group.flatten(-2)[..., None, :] @ basis
 
 
 def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
-    """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild keys takes longer."""
+    """The layers that have KIVI's 4-bit codes in the place of latents (ours): those of --skip. They
+    attend all tokens, and would have to rebuild all keys in each step."""
     if settings.variant == "paper" or has_few_key_dims(c):
         return set()
     return skipped_layers(settings, c.n_layers)
@@ -1742,8 +1768,9 @@ def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
 def fold_sals(
     attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int
 ) -> Attention:
-    """Layer i's attention, with values rotated for our codes. Where q and k have no norms, wqkv
-    gets rows that make the latents of keys, and for --score sum of the queries."""
+    """Layer i's attention with what SALS folds into it: the rotation of values (ours alone), and
+    rows of wqkv that make latents. Where q and k have norms there are no such rows: a norm comes
+    between W_k and the key, so the cache itself makes the latent (`SalsCache.latent`)."""
     device = attention.wqkv.weight.device
     if settings.variant == "paper":
         if not c.qk_norm:
@@ -1768,25 +1795,26 @@ def add_latent_rows(
     up: Tensor,
     mean: Tensor | None,
 ) -> None:
-    """Adds to wqkv the rows down^T W_k, and for --score sum up^T of the queries summed over groups,
-    on the r* leading dims: down, up [Hkv*D, r]. Biases fold alike, and take off the mean key
-    [Hkv*D]."""
+    """Adds rows to wqkv: down^T W_k, which make a token's latent, and for --score sum
+    up[:, :r*]^T (sum of a group's W_q), which make the query that scores. down, up [Hkv*D, r]. A
+    bias gets the same rows. It also takes off the mean key [Hkv*D], as the latent's bias."""
     linear = attention.wqkv
     sums_queries = settings.score == "sum" and i not in skipped_layers(settings, c.n_layers)
-    _, r_score = settings.ranks(c)
+    r, r_score = settings.ranks(c)
     if linear.bias is None and mean is not None:
         linear.bias = nn.Parameter(linear.weight.new_zeros(sum(attention.widths)), False)
-    for name, parameter in list(linear.named_parameters()):
+    for name, parameter in list(linear.named_parameters()):  # the weight, and the bias if any
         q, k, _ = parameter.float().split(attention.widths)
         if name == "bias" and mean is not None:
             k = k - mean
-        rows = [down.T @ k]
+        rows = [parameter, (down.T @ k).to(parameter.dtype)]
         if sums_queries:
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
-            rows.append(up[:, :r_score].T @ summed)
-        stacked = torch.cat([parameter, *[part.to(parameter.dtype) for part in rows]])
-        setattr(linear, name, nn.Parameter(stacked, False))
-    attention.widths = [*attention.widths, *map(len, rows)]
+            rows.append((up[:, :r_score].T @ summed).to(parameter.dtype))
+        setattr(linear, name, nn.Parameter(torch.cat(rows), False))
+    attention.widths = [*attention.widths, r]
+    if sums_queries:
+        attention.widths.append(r_score)
     linear.out_features = sum(attention.widths)
 
 
@@ -1820,10 +1848,11 @@ class MixedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits (`quantize_spread`), with one scale for an evenly spread vector."""
+    """Codes of 2 or 4 bits with one scale a vector (`quantize_spread`), for vectors whose numbers
+    are about equally large: one group has all channels."""
 
     kind = "spread"
-    group = math.inf  # all of a vector
+    group = math.inf
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return super().layout() | {"scale": ((), torch.float16)}
@@ -1836,36 +1865,39 @@ class ScaledStore(CodedStore):
 
 
 class SalsValues(ByToken, ScaledStore):
-    """Our values: a step attends few tokens, and of each all heads."""
+    """The values of our step, by token: it attends few tokens, but all heads of each."""
 
 
 class PaperSalsValues(ByToken, CodedStore):
-    """The paper's values."""
+    """The values of the paper's step, by token for the same reason."""
 
 
 class RebuiltBasis(NamedTuple):
-    """The basis [Hkv, DP, r] of rebuilt keys, its scale and the bias in units of it [Hkv, DP, 1],
-    as kernels.launch_attend_latents takes them: RoPE pairs side by side."""
+    """What rebuilds keys from latents, as `kernels.launch_attend_latents` takes it."""
 
-    basis: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
+    basis: Tensor  # [Hkv, DP, r]: in int8 codes, or in the cache's dtype
+    scale: Tensor | None  # [Hkv, DP, 1] of the codes
+    bias: Tensor | None  # [Hkv, DP, 1], divided by the scale
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """x [Hkv, D, n] with the two dims of a RoPE pair side by side."""
-    return kernels.interleave_rope(x.flatten(0, 1), len(x))
+    """x [Hkv, D, n] -> [Hkv, DP, n] as the kernel takes it: the two dims of a RoPE pair side by
+    side, and zeros up to DP, a power of two."""
+    return kernels.interleave_rope(x.flatten(0, 1), n_kv_heads=len(x))
 
 
 class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read, of a store of latents that all
-    heads share or each has of its own. It has the methods of a store that `attend` calls, and no
-    buffers."""
+    """Keys that are not stored: each is rebuilt from its token's latent where it is read, as
+    RoPE(latent basis^T + bias).
+
+    `attend` and `Cache.past` use it as they use a store of keys. It is no `Store`, since it has no
+    buffers and nothing is written to it: a cache writes to the store of latents."""
 
     kind = "latents"
 
     def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None):
-        """latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D], or None."""
+        """latents: a store of one head, if all heads share a latent, or of Hkv; width r. basis
+        [Hkv, D, r]; bias [Hkv, D], or None."""
         super().__init__()
         self.latents = latents
         self.context = latents.context
@@ -1874,11 +1906,7 @@ class RebuiltKeys(nn.Module):
         if self.context.kernel:
             self.kernel_basis = self.for_kernel(basis)
 
-    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
-        bias = None
-        if self.bias is not None:
-            bias = interleaved(self.bias.float()[..., None])
-        return RebuiltBasis(interleaved(self.basis), None, bias)
+    # In PyTorch
 
     def rebuilt(self, latents: Tensor) -> Tensor:
         """Keys before RoPE [..., Hkv, n, D] of latents [..., 1 or Hkv, n, r]."""
@@ -1888,48 +1916,70 @@ class RebuiltKeys(nn.Module):
         return keys + self.bias[:, None]  # which may be in fp32
 
     def read(self, index: Tensor) -> Tensor:
-        in_line = index.flatten(2)  # [B, 1 or H, G * n]
-        keys = self.rebuilt(self.latents.read(in_line[:, :, None])[:, :, 0])
-        keys = self.context.rope(keys[..., None, :], in_line)[..., 0, :]
-        return keys.to(self.context.dtype).unflatten(2, index.shape[2:])
+        G, n = index.shape[2:]
+        positions = index.flatten(2)  # [B, 1 or H, G * n]
+        latents = self.latents.read(positions[:, :, None])[:, :, 0]  # [B, 1 or H, G * n, r]
+        keys = self.rebuilt(latents)  # [B, Hkv, G * n, D]
+        # `rope` wants heads after tokens. Here they come before, so each token has one head there.
+        keys = self.context.rope(keys[..., None, :], positions)[..., 0, :]
+        return keys.to(self.context.dtype).unflatten(2, (G, n))
 
     def read_all(self) -> Tensor:
-        keys = self.rebuilt(self.latents.read_all())
-        return self.context.rope_from(keys[..., None, :], 0)[..., 0, :].to(self.context.dtype)
+        keys = self.rebuilt(self.latents.read_all())  # [B, Hkv, S, D]
+        keys = self.context.rope_from(keys[..., None, :], 0)[..., 0, :]
+        return keys.to(self.context.dtype)
 
     def of_row(self, row: int, length: int) -> Tensor:
-        keys = self.rebuilt(self.latents.of_row(row, length).transpose(0, 1)).transpose(0, 1)
+        latents = self.latents.of_row(row, length)  # [length, 1 or Hkv, r]
+        keys = self.rebuilt(latents.transpose(0, 1)).transpose(0, 1)  # [length, Hkv, D]
         return self.context.rope_from(keys, 0).to(self.context.dtype)
 
     def logits(self, q: Tensor) -> Tensor:
         return q @ self.read_all().mT
 
-    def latent_parts(self) -> list[Tensor | None]:
-        """The latents of each head, their scale and their 4-bit dims, as the kernel takes them."""
-        parts = []
-        for part in self.latents.parts():
-            parts.append(part.expand(-1, len(self.basis), *part.shape[2:]))
-        while len(parts) < 3:
-            parts.append(None)  # latents that are no codes
-        return parts
+    # For the kernel
+
+    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
+        """The basis [Hkv, D, r] and the bias as the kernel takes them."""
+        bias = None
+        if self.bias is not None:
+            bias = interleaved(self.bias.float()[..., None])
+        return RebuiltBasis(interleaved(basis.to(self.context.dtype)), None, bias)
+
+    def latent_parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The latents as the kernel takes them: their numbers, or int8 codes [B, Hkv, S, *]; and of
+        codes the scale [B, Hkv, S] and the 4-bit dims [B, Hkv, S, *]."""
+        return self.of_each_head(self.latents.vectors), None, None
+
+    def of_each_head(self, x: Tensor) -> Tensor:
+        """x [B, 1 or Hkv, S, ...] seen as [B, Hkv, S, ...]: heads that share a latent see it."""
+        Hkv = len(self.basis)
+        return x.expand(-1, Hkv, *x.shape[2:])
 
 
 class CodedRebuiltKeys(RebuiltKeys):
-    """Keys rebuilt of latents in codes (MixedStore): the kernel takes the basis in int8, too."""
+    """Keys rebuilt from latents in codes (MixedStore). For these the kernel has the basis in int8
+    codes, too, so that it multiplies int8 numbers."""
 
     def for_kernel(self, basis: Tensor) -> RebuiltBasis:
         codes, scale = quantize_basis(basis)
         bias = self.bias.float()[..., None] / scale
         return RebuiltBasis(interleaved(codes), interleaved(scale), interleaved(bias))
 
+    def latent_parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        codes, scale, int4_dims = self.latents.parts()
+        return self.of_each_head(codes), self.of_each_head(scale), self.of_each_head(int4_dims)
+
 
 # ---- the caches of both variants
 
 
 class SalsCache(Cache):
-    """Our step for a batch: latents of keys before RoPE and values, both in codes, of every token;
-    a few exact ones. A sparse layer attends x + y + z tokens. Others attend all, and have no exact
-    sinks."""
+    """Our step for a batch. Of every token a latent of its keys before RoPE, and its values, both
+    in codes; of sinks and recent tokens exact keys and values, too.
+
+    A sparse layer attends x + y + z tokens. Another attends all: its exact tokens are then the last
+    ones alone (`attend` without an index), so it has no exact sinks."""
 
     def __init__(
         self,
@@ -1940,8 +1990,8 @@ class SalsCache(Cache):
         blocks: Rotations,
         mean_blocks: Rotations,
     ):
-        """blocks: the rotations by which scores turn a query back; mean_blocks: those for the mean
-        key, which are blocks, or each token's own if keys have a bias."""
+        """blocks and mean_blocks: the rotations by which scores turn a query back, as
+        `sals_step_ours` has them."""
         super().__init__(context)
         c = context.config
         r, r_score = settings.ranks(c)
@@ -1950,10 +2000,9 @@ class SalsCache(Cache):
         self.r_score = r_score
         self.blocks = blocks
         self.mean_blocks = mean_blocks
-        # weights, not cache
+        # Weights, not cache: for scores, and for latents where wqkv makes none (fold_sals).
         self.up = maps.up[:, :r_score].to(context.dtype).contiguous()
         self.mean = maps.mean
-        # Without q and k norms, wqkv makes the latents (fold_sals).
         self.down = maps.down.to(context.dtype) if c.qk_norm else None
         self.mean_latent = (maps.mean @ maps.down).to(context.dtype)
         # cache
@@ -1967,10 +2016,11 @@ class SalsCache(Cache):
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
-        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        """The latents [n, r]: what wqkv made of the tokens, or made here of k [n, Hkv, D] before
+        RoPE."""
         if projected:
             return projected[0]
-        return k.flatten(1) @ self.down - self.mean_latent
+        return k.flatten(1) @ self.down - self.mean_latent  # (k - mean) down
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
@@ -1986,11 +2036,12 @@ class SalsCache(Cache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
-        """A score of every token [B, 1, 1, S]: the sum over heads of their attention weights
-        (ours).
+        """A score of every token [B, 1, 1, S], the sum over heads of their attention weights
+        (ours), from the r* leading dims of latents.
 
-        q [B, Hq, D]: before RoPE; q_rotated: after; projected: the query that wqkv made, if scores
-        use one."""
+        q [B, Hq, D]: before RoPE, which --score sum uses; q_rotated: after it. projected: the query
+        that wqkv made for --score sum."""
+        # A latent-space query for each block of tokens, and the mean key's logit for each block.
         queries, query_scale, mean_logit = kernels.block_queries(
             q_rotated,
             self.blocks.cos,
@@ -2000,7 +2051,7 @@ class SalsCache(Cache):
             coded=True,
             kernel=self.kernel,
         )
-        if self.mean_blocks.tokens < self.blocks.tokens:
+        if self.mean_blocks.tokens < self.blocks.tokens:  # but for each token, where it is large
             mean_logit = mean_logits(
                 q_rotated, self.mean_blocks.cos, self.mean_blocks.sin, self.mean
             )
@@ -2058,7 +2109,8 @@ class SumScoreSalsCache(SalsCache):
     """Our stores, with the paper's scores (`--score sum`)."""
 
     def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
-        """The sums of all heads' logits, without RoPE. The mean key counts alike for all tokens."""
+        """The sums of all heads' logits, without RoPE. The mean key, which would add the same to
+        every token's score, is left out."""
         if projected:
             query = projected[0][:, None]  # [B, 1, r*]
         else:
@@ -2075,8 +2127,9 @@ class SumScoreSalsCache(SalsCache):
 
 
 class PaperSalsCache(Cache):
-    """The published step for a batch: latents of keys before RoPE in 16 bits, and values in codes
-    of groups. The x first and z last tokens are exact, which the paper compresses by half."""
+    """The published step for a batch: of every token a latent of its keys before RoPE, in 16 bits,
+    and its values in codes of groups. The x first and z last tokens are exact, too (ours; see
+    `sals_step`)."""
 
     def __init__(self, context: CacheContext, settings: SalsSettings, is_sparse: bool, U_r: Tensor):
         """U_r [Hkv*D, r]: of paper_basis. A layer that is not sparse attends every token."""
@@ -2100,7 +2153,8 @@ class PaperSalsCache(Cache):
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
-        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        """The latents [n, r]: what wqkv made of the tokens, or made here of k [n, Hkv, D] before
+        RoPE."""
         if projected:
             return projected[0]
         return k.flatten(1) @ self.U
@@ -2175,8 +2229,9 @@ def bytes_read_of_all(cache: SalsCache | PaperSalsCache, length: int) -> int:
 
 
 def bytes_read_of_sparse(cache: SalsCache | PaperSalsCache, length: int, scored: int) -> int:
-    """Paper, sec. 4.5, with the values' true size: `scored` bytes of every token, then every
-    attended token once. Not what a step computes, such as the blocks' queries."""
+    """Bytes that a step reads in a sparse layer (paper, sec. 4.5, with the true size of values):
+    `scored` bytes of every token, then every attended token once. What a step itself computes, such
+    as the queries of blocks, does not count."""
     n_sinks, n_selected, n_recent = cache.budget
     recent = min(n_recent, length)
     chosen = min(n_sinks + n_selected, length - recent)
