@@ -2321,8 +2321,9 @@ class LrqkFactors(NamedTuple):
 def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> LrqkFactors:
     """A prompt's factors as published (Algorithm 1, all lambda = 1), after LRQK_STEPS rounds.
 
-    Since A_Q is always Q W_Q, and A_K is K W_K, the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D]. columns [Hkv, D]: the sums of |Q| and |K|."""
+    A_Q is always Q W_Q for some W_Q, and A_K is K W_K. So the rounds find W_Q and W_K, for which
+    they need Q and K only as G_Q = Q^T Q and G_K = K^T K: gram_q, gram_k [Hkv, D, D]. columns
+    [Hkv, D]: the sums of |Q| and |K|."""
     # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
     eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
     w_q = eye[columns.topk(r).indices].mT
@@ -2332,16 +2333,23 @@ def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> Lrqk
         # 3, 4. B_Q and B_K, by least squares.
         b_q = lrqk_base(w_q, gram_q)
         b_k = lrqk_base(w_k, gram_k)
-        # 5. A_K, then 6. A_Q with the new A_K.
-        w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
-        w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
+        # 5. A_K makes ||Q K^T - A_Q A_K^T||^2 + ||K - A_K B_K||^2 least, which W_K does with
+        # W_K (A_Q^T A_Q + B_K B_K^T) = G_Q W_Q + B_K^T.
+        left = w_q.mT @ gram_q @ w_q + b_k @ b_k.mT
+        right = gram_q @ w_q + b_k.mT
+        w_k = spd_solve(left, right.mT).mT
+        # 6. A_Q likewise, with the new A_K.
+        left = w_k.mT @ gram_k @ w_k + b_q @ b_q.mT
+        right = gram_k @ w_k + b_q.mT
+        w_q = spd_solve(left, right.mT).mT
 
     # Fitted once more to the final A_Q and A_K, as in the released code.
     return LrqkFactors(w_q, w_k, lrqk_base(w_q, gram_q), lrqk_base(w_k, gram_k))
 
 
 def lrqk_base(w: Tensor, gram: Tensor) -> Tensor:
-    """B [..., r, D], the least squares of X ~ A B with A = X W (Eq. 6); gram is X^T X."""
+    """B [..., r, D] that makes ||X - A B||^2 least (Eq. 6), where A = X W, w [..., D, r], and gram
+    is X^T X [..., D, D]."""
     return spd_solve(w.mT @ gram @ w, w.mT @ gram)
 
 
@@ -2358,9 +2366,9 @@ def lrqk_step(
     """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV
     head.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored, the new
-    bases. stored: A_K [S - 1, r], K and V [S - 1, D]. bases: B_Q and B_K [r, D]. omega: the tokens
-    that the last step attended. n_selected is the paper's k."""
+    q [G, D], k and v [D]: after RoPE. stored: A_K [S - 1, r], K and V [S - 1, D]. bases: B_Q and
+    B_K [r, D]. omega: the tokens that the last step attended. n_selected: the paper's k. -> the
+    output [G, D], the tokens attended, what is stored now, and the new bases."""
     b_q, b_k = bases
     a_k, keys, values = stored
 
@@ -2399,9 +2407,10 @@ def lrqk_step_ours(
 ) -> tuple[Tensor, Tensor, tuple]:
     """The same step as it runs by default, for one KV head.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored: A_K
-    [S, r], K and V [S, D]. w_q, w_k [D, r]: the prompt's best projections (lrqk_optimum), which
-    stay. A step does not refit them, and so needs nothing of omega before it selects."""
+    q [G, D], k and v [D]: after RoPE. stored: A_K [S - 1, r], K and V [S - 1, D]. w_q, w_k [D, r]:
+    the prompt's best projections (`lrqk_optimum`). No step changes them, so a step needs nothing of
+    the last one's omega before it selects. -> the output [G, D], the tokens attended, and what is
+    stored now."""
     # 1-7. The new token's proxies are products. 8. Append.
     q_hat = q @ w_q
     a_k, keys, values = appended(stored, k @ w_k, k, v)
@@ -2427,32 +2436,40 @@ def lrqk_step_ours(
 def lrqk_refit(
     q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
+    """Algorithm 2, lines 1 to 7, all lambda = 1 -> q^ [..., G, r], k^ [..., 1, r], and the new B_Q
+    and B_K.
 
-    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: A_K
-    and K of omega, a_near zero where there is no token. The G queries share B_Q: Eq. 9 to 11 sum
-    over them."""
+    q [..., G, D], k [..., 1, D]; b_q, b_k [..., r, D]: B_Q and B_K. a_near [..., n, r], k_near
+    [..., n, D]: A_K and K of omega; a_near is zero where there is no token. The G queries share
+    B_Q, so Eq. 9 to 11 sum over them."""
+    # With s = q . k, the best q^ for a given k^ makes least
+    #     ||q^ B_Q - q||^2 + ||q^ A_near^T - q K_near^T||^2 + (q^ . k^ - s)^2,
+    # which is q^ (left_q + k^^T k^) = right_q + s k^. The best k^ for a given q^ makes least
+    #     ||k^ B_K - k||^2 + (q^ . k^ - s)^2, summed over the G queries.
     s = q @ k.mT  # [..., G, 1]
-    gram_b = b_k @ b_k.mT
-    k_b = k @ b_k.mT
-    m_r = b_q @ b_q.mT + a_near.mT @ a_near
-    m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
-    k_hat = spd_solve(gram_b, k_b.mT).mT
+    left_k = b_k @ b_k.mT
+    right_k = k @ b_k.mT
+    left_q = b_q @ b_q.mT + a_near.mT @ a_near
+    right_q = q @ b_q.mT + (q @ k_near.mT) @ a_near
+
+    k_hat = spd_solve(left_k, right_k.mT).mT  # at first without q^
     for _ in range(LRQK_STEPS):
-        q_hat = spd_solve(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
-        total = k_b + (s * q_hat).sum(-2, keepdim=True)
-        k_hat = spd_solve(gram_b + q_hat.mT @ q_hat, total.mT).mT
+        q_hat = spd_solve(left_q + k_hat.mT @ k_hat, (right_q + s * k_hat).mT).mT
+        right = right_k + (s * q_hat).sum(-2, keepdim=True)
+        k_hat = spd_solve(left_k + q_hat.mT @ q_hat, right.mT).mT
     return q_hat, k_hat, lrqk_gradient_step(b_q, q_hat, q), lrqk_gradient_step(b_k, k_hat, k)
 
 
 def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
-    """B [..., r, D] after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11), of
-    x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
+    """B [..., r, D] after one gradient step on ||x^ B - x||^2, of the length that makes it least
+    (Eq. 10, 11): x_hat [..., G, r], x [..., G, D]. If G = 1 then x^ B is x afterwards, and B has
+    changed as little as it can."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
-    moved = x_hat @ gradient
-    length = (residual * moved).sum((-2, -1), keepdim=True)
-    return b - length / moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30) * gradient
+    moved = x_hat @ gradient  # by this x^ B moves in a step of length 1
+    along = (residual * moved).sum((-2, -1), keepdim=True)
+    squared = moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30)
+    return b - along / squared * gradient
 
 
 def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
@@ -2493,14 +2510,15 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours), of Q^T Q and K^T K.
 
-    Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K. A_Q^T
-    A_Q and A_K^T A_K are the same diagonal matrix."""
-    l_q = torch.linalg.cholesky(add_ridge(gram_q, 1e-10))
-    l_k = torch.linalg.cholesky(add_ridge(gram_k, 1e-10))
-    u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
+    Q = O_Q R_Q with O_Q orthonormal and R_Q upper triangular, and K alike. So the SVD of Q K^T is
+    that of the small matrix R_Q R_K^T, but for O_Q and O_K. Its singular values are divided evenly:
+    A_Q^T A_Q and A_K^T A_K are the same diagonal matrix."""
+    upper_q = torch.linalg.cholesky(add_ridge(gram_q, 1e-10)).mT  # R_Q: R_Q^T R_Q = Q^T Q
+    upper_k = torch.linalg.cholesky(add_ridge(gram_k, 1e-10)).mT
+    u, s, vt = torch.linalg.svd(upper_q @ upper_k.mT)
     root = s[..., None, :r].sqrt()
-    w_q = torch.linalg.solve_triangular(l_q.mT, u[..., :r] * root, upper=True)
-    w_k = torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :r] * root, upper=True)
+    w_q = torch.linalg.solve_triangular(upper_q, u[..., :r] * root, upper=True)
+    w_k = torch.linalg.solve_triangular(upper_k, vt.mT[..., :r] * root, upper=True)
     return w_q, w_k
 
 
@@ -2510,29 +2528,35 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
 def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The hot slots [B, Hkv, k] of the selected tokens, and which miss: these take slots of no hit
-    (ours).
+    """Gives every selected token a hot slot (ours). A token that has one already is a hit, and
+    keeps it. The others miss, and take slots that no hit needs. -> the slots [B, Hkv, k], and which
+    tokens miss [B, Hkv, k].
 
-    index [B, Hkv, k]: positions, distinct where live. Tables: slot_of [B, Hkv, S], of a position;
-    pos_of and stamp [B, Hkv, C], of a slot: the position in it (-1: none) and the last step that
-    used it."""
+    index [B, Hkv, k]: positions, distinct where `live` [B, Hkv, k]. Other entries stand for no
+    token: each must be a position that has no slot, and gets a slot that nothing is written to.
+    step: this step's number. Three tables are changed:
+        slot_of [B, Hkv, S]   of a position: its slot, or -1
+        pos_of  [B, Hkv, C]   of a slot: the position in it, or -1
+        stamp   [B, Hkv, C]   of a slot: the last step that used it"""
     slot = slot_of.gather(-1, index).long()
-    hit = slot >= 0  # what does not count has no slot
+    hit = slot >= 0
 
-    # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
+    # 1. Stamp the slots of hits. (Misses stamp a spare slot behind the last, which is cut off.)
     spare = stamp.shape[-1]
-    stamped = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, spare), step.expand_as(slot))
+    stamped_slot = torch.where(hit, slot, spare)
+    stamped = F.pad(stamp, (0, 1)).scatter(-1, stamped_slot, step.expand_as(slot))
     stamp.copy_(stamped[..., :-1])
 
-    # 2. The n-th miss takes the n-th of the other slots.
-    n = misses_so_far(hit)
-    others = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
-    place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
+    # 2. The n-th miss takes the n-th of the other slots. There are enough: C >= k.
+    n = misses_so_far(hit)  # of a miss its number, from 1 on
+    slot_of_miss = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
+    place = torch.where(hit, slot, slot_of_miss)  # all distinct
 
     # 3. The tables forget what is evicted, and learn what comes.
     miss = live & ~hit
-    before = pos_of.gather(-1, place)
-    evicted = torch.where(miss & (before >= 0), before, index)  # a token's own slot is set next
+    before = pos_of.gather(-1, place)  # what each place holds so far
+    # One scatter for all: who evicts nothing forgets its own slot, which the next line sets.
+    evicted = torch.where(miss & (before >= 0), before, index)
     slot_of.scatter_(-1, evicted, -1)
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
@@ -2541,44 +2565,50 @@ def take_slots(
 
 
 def misses_so_far(hit: Tensor) -> Tensor:
-    """How many entries of hit [..., k] are misses, up to each: [..., k] int32.
+    """How many of the entries up to each, itself included, are no hits: hit [..., k] -> [..., k]
+    int32.
 
-    One number more goes first into the sum: so Inductor does not fuse into it the gather that gave
-    `hit`, which would then wait for it."""
+    The sum is over one number more, a zero in front. With it Inductor does not fuse the sum with
+    the gather that gave `hit`, in which case all would wait for the sum."""
     return F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
 
 
 def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
-    """The slots [..., 1 + C], from place 1 on, in the order in which misses take them: the longest
-    unused first; if all may be needed (C = k), in any order. Those that this step has stamped come
-    last."""
-    if stamp.shape[-1] > k:
+    """The slots in the order in which misses take them, [..., 1 + C]: entry n is for the n-th miss,
+    from 1 on, and entry 0 is for none. Slots that this step has stamped are hits', and come last.
+
+    stamp [..., C]; k: how many tokens are selected, at most C."""
+    if stamp.shape[-1] > k:  # some slots stay as they are: the longest unused go first
         return F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))
-    free = stamp < step  # as many misses may need all of these: any order will do
-    order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()
-    slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
-    return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
+    # With C = k slots the misses may take all that are no hits', so any order will do: the n-th
+    # free slot is entry n. (Slots of hits all write to entry 0.)
+    is_free = stamp < step
+    n = torch.where(is_free, is_free.cumsum(-1, dtype=torch.int32), 0).long()
+    slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(n)
+    return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, n, slots)
 
 
 # ---- the cache
 
 
 def host_memory(context: CacheContext, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its
-    address: kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
+    """Zeroed host memory [B, *shape]. On CUDA it is pinned memory that is seen as a CUDA tensor: a
+    kernel that is given its address reads and writes it over the bus, as if it lay on the GPU, and
+    inside a CUDA graph, too."""
     if context.device.type != "cuda":
         return context.zeros(*shape, dtype=dtype)
     pinned = torch.zeros(context.batch_size, *shape, dtype=dtype, pin_memory=True)
     data = (pinned.data_ptr(), False)
+    # PyTorch takes any object that says where its bytes are, and keeps it alive: with it `memory`.
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
-    # The result keeps `memory` alive.
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)
     return torch.as_tensor(view, device=context.device).view(dtype).view(pinned.shape)
 
 
 class HostStore(TokenStore):
-    """Numbers as they are, in host memory. A prompt's tokens are named by a tensor, so that kernels
-    move them: a slice would be copied by the driver, which does not know this memory."""
+    """Numbers as they are, in host memory (`host_memory`). A prompt's tokens are written and read
+    by a tensor of positions, so that kernels move them. A slice would be copied by the driver,
+    which does not know this memory as the GPU's."""
 
     def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int):
         super().__init__(context, n_heads, n_tokens, width)
@@ -2597,8 +2627,9 @@ class HostStore(TokenStore):
 
 
 class LrqkCache(Cache):
-    """A_K of every token; K beside V of all in host memory, and of the selected ones in C hot
-    slots, to which they are fetched if they miss. The recent tokens are exact, on the GPU."""
+    """Our step for a batch. Host memory has K and V of every token, side by side. The GPU has A_K
+    of every token, by which a step selects; K and V of selected tokens, in C hot slots; and exact K
+    and V of the recent ones."""
 
     def __init__(self, context: CacheContext, settings: LrqkSettings):
         super().__init__(context)
@@ -2610,17 +2641,18 @@ class LrqkCache(Cache):
             raise UserError(f"--rank {settings.rank}: {wanted}")
         self.budget = settings.budget(S)
         self.rank = settings.rank or min(32, c.head_dim)
-        self.reuse = settings.slots > 0  # else every step fetches all that it selects
+        self.reuse = settings.slots > 0  # of what is in slots; else every step fetches all anew
         self.n_slots = self.budget.n_selected
         if self.reuse:
             wanted = settings.slots * self.budget.n_selected
             self.n_slots = round(min(wanted, S - self.budget.n_recent))
         self.kv = HostStore(context, n_heads, S, 2 * c.head_dim)
         self.add_table("a_k", n_heads, S, self.rank, dtype=context.dtype)
-        # of each prompt: W_Q^T and W_K^T, and of the paper B_Q and B_K
+        # A prompt's W_Q^T and W_K^T; in PaperLrqkCache B_Q and B_K.
         self.add_table("basis_q", n_heads, self.rank, c.head_dim, dtype=torch.float32)
         self.add_table("basis_k", n_heads, self.rank, c.head_dim, dtype=torch.float32)
-        self.exact = exact_stores(context, 0, self.budget.n_recent)
+        self.exact = exact_stores(context, n_sinks=0, n_recent=self.budget.n_recent)
+        # The hot slots: a key and its value in each, and the tables of `take_slots`.
         self.add_table("hot_vectors", n_heads, self.n_slots, 2 * c.head_dim, dtype=context.dtype)
         self.add_table("slot_of", n_heads, S, fill=-1)
         self.add_table("pos_of", n_heads, self.n_slots, fill=-1)
@@ -2648,7 +2680,7 @@ class LrqkCache(Cache):
         self.exact[0].write_prompt(row, start, k)
         self.exact[1].write_prompt(row, start, v)
         self.a_k[row, :, start:stop] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        # The hot slots start with what the last token selects.
+        # Empty the hot slots, and fetch what the last token selects: the next step finds it there.
         self.slot_of[row] = -1
         self.pos_of[row] = -1
         self.stamp[row] = -1
@@ -2661,15 +2693,16 @@ class LrqkCache(Cache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def prompt_moments(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q^T Q and K^T K [Hkv, D, D] of a prompt's q [S, Hq, D], k [S, Hkv, D], and the sums of
-        |Q| and |K| [Hkv, D]. On the CPU: LAPACK takes a millisecond for matrices this small,
-        cuSOLVER tens."""
+        """A prompt's q [S, Hq, D] and k [S, Hkv, D] -> Q^T Q and K^T K [Hkv, D, D], and the sum of
+        |Q| and |K| over all tokens [Hkv, D]. They are on the CPU, where LAPACK factorises matrices
+        this small in a millisecond; cuSOLVER takes tens of them."""
         gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
         gram_k, sum_k = lrqk_moments(k[:, :, None])
         return gram_q.cpu(), gram_k.cpu(), sum_q.cpu() + sum_k.cpu()
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """W_Q, W_K [Hkv, D, r] fp32 of a prompt's q [S, Hq, D], k [S, Hkv, D]; stores bases."""
+        """W_Q, W_K [Hkv, D, r] fp32 of a prompt's q [S, Hq, D], k [S, Hkv, D]. They are stored for
+        later tokens, too."""
         gram_q, gram_k, _ = self.prompt_moments(q, k)
         w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
         self.basis_q[row] = w_q.mT
@@ -2690,11 +2723,11 @@ class LrqkCache(Cache):
         self.kv.write_token(pos, torch.cat((k, v), -1))
         self.exact[0].write_token(pos, k)
         self.exact[1].write_token(pos, v)
-        # Select, and fetch what has no slot.
+        # Select, and fetch what is in no slot. This stamps the slots of all that is selected.
         self.step += 1
         index = self.select(pos, q_hat)
         self.fetch(slice(None), pos, index)
-        # Attend the slots that this step has stamped, and the recent tokens.
+        # Attend what lies in the slots of this stamp, and the recent tokens.
         keys, values = self.hot_vectors.chunk(2, -1)
         return kernels.attend_plain(
             q.flatten(1, 2),
@@ -2708,7 +2741,8 @@ class LrqkCache(Cache):
         )
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
+        """The proxies q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of the new token's q [B, Hkv, G, D]
+        and k [B, Hkv, 1, D]; fp32."""
         return q @ self.basis_q.mT, k @ self.basis_k.mT
 
     def select(self, pos: Tensor, q_hat: Tensor) -> Tensor:
@@ -2717,7 +2751,8 @@ class LrqkCache(Cache):
         return self.best_tokens(slice(None), pos, q_hat)
 
     def best_tokens(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Tensor:
-        """`select` of some rows, whose positions and proxies these are."""
+        """`select` for some of the rows: pos and q_hat are theirs."""
+        # The largest weight that a query of the group gives, among the tokens that are not recent.
         before = pos - self.budget.n_recent
         scores = kernels.scores(
             q_hat.flatten(1, 2),
@@ -2731,12 +2766,14 @@ class LrqkCache(Cache):
         return kernels.select(scores.unsqueeze(2), pos, self.budget, kernel=self.kernel)
 
     def fetch(self, rows: slice, pos: Tensor, index: Tensor) -> None:
-        """Brings the tokens of an index [B, Hkv, 1, k] to hot slots of these rows."""
+        """Brings the tokens of an index [B, Hkv, 1, k] into hot slots of these rows, if they are in
+        none yet."""
         index = index[:, :, 0]
         live = index >= 0
-        # The newest token stands for none: it has no slot.
+        # Where the index names no token, take_slots wants one that is in no slot. The newest is
+        # in none, since it is a recent one.
         index = index.where(live, pos[:, None, None]).long()
-        if not self.reuse:  # forget what is there
+        if not self.reuse:  # forget what is there, so that all tokens miss
             self.slot_of[rows] = -1
         place, miss = take_slots(
             index,
@@ -2755,8 +2792,9 @@ class LrqkCache(Cache):
         return self.kv.vectors.nbytes
 
     def bytes_read(self, length: int) -> int:
-        """Of the device: A_K of every token that left the ring, K and V of the selected and the
-        recent ones, stamps of all slots, slot and position of the selected ones, the bases."""
+        """Of the device: A_K of every token that is not recent; K and V of the selected tokens and
+        the recent ones; stamps of all slots; slot and position of the selected tokens; the
+        bases."""
         c = self.config
         itemsize = self.context.dtype.itemsize
         recent = min(self.budget.n_recent, length)
@@ -2767,20 +2805,24 @@ class LrqkCache(Cache):
         return (a_k + kv + tables * 4) * c.n_kv_heads
 
     def miss_rate(self, rows: int | None = None) -> float:
-        """Tokens fetched over tokens selected since the prompt."""
+        """Since the prompt, the tokens that were fetched over those that were selected."""
         selected, missed = self.counts[:rows].sum(0).tolist()
         return missed / max(1, selected)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
-        state["a_k"] = self.a_k[row, :, :length]  # of the tables by position the row's part
+        # These two tables have an entry for each position, of which the row uses the first.
+        state["a_k"] = self.a_k[row, :, :length]
         state["slot_of"] = self.slot_of[row, :, :length]
         return state
 
 
 class PaperLrqkCache(LrqkCache):
     """The published step for a batch: Algorithm 1 factorises prompts, and Algorithm 2 moves the
-    bases in each step. They keep Algorithm 1's own gauge, on which Algorithm 2 depends."""
+    bases in each step.
+
+    A_Q N and A_K N^-T give the same scores for every invertible N. Ours takes the N that suits
+    bf16. Here it is Algorithm 1's, since the steps of Algorithm 2 depend on it."""
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         gram_q, gram_k, columns = self.prompt_moments(q, k)
@@ -2790,7 +2832,8 @@ class PaperLrqkCache(LrqkCache):
         return factors.w_q.float().to(q.device), factors.w_k.float().to(q.device)
 
     def prompt_projections(self, row: int) -> tuple[Tensor, Tensor]:
-        """Least squares on B_Q and B_K, since they have moved since the prompt."""
+        """W_Q and W_K by least squares of x ~ (x W) B, on B_Q and B_K as they are now: they have
+        moved since the prompt."""
         b_q = self.basis_q[row].double()
         b_k = self.basis_k[row].double()
         w_q = spd_solve(b_q @ b_q.mT, b_q).mT
@@ -2798,30 +2841,30 @@ class PaperLrqkCache(LrqkCache):
         return w_q.float(), w_k.float()
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Omega is what the last step attended; the new token has not replaced the oldest of the
-        # ring yet.
+        # A_K and K of what the last step attended: hot slots, and the ring, where the new token has
+        # not taken the place of the oldest yet.
         omega = self.omega(pos - 1)
         where = omega.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
         a_near = self.a_k.gather(2, where).masked_fill(omega[..., None] < 0, 0)
         hot_keys, _ = self.hot_vectors.chunk(2, -1)
-        keys = torch.cat((hot_keys, self.exact[0].read_all()), 2)
-        # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the
-        # selection.
+        k_near = torch.cat((hot_keys, self.exact[0].read_all()), 2)
+        # In fp64, since A_Q and A_K may be of very different size: in fp32 the solves would need a
+        # ridge so large that it changes the selection.
         q_hat, k_hat, b_q, b_k = lrqk_refit(
             q.double(),
             k.double(),
             self.basis_q.double(),
             self.basis_k.double(),
             a_near.double(),
-            keys.double(),
+            k_near.double(),
         )
         self.basis_q.copy_(b_q)
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
 
     def omega(self, pos: Tensor) -> Tensor:
-        """The positions that the step at pos has attended: those in slots, then the recent ones
-        [B, Hkv, C + z], negative for none."""
+        """The positions that the step at pos has attended: those in hot slots, then the recent
+        ones, [B, Hkv, C + n_recent]; negative for none."""
         recent = self.exact[0].positions(pos)[:, None].expand(-1, self.config.n_kv_heads, -1)
         return torch.cat((self.pos_of.where(self.stamp == self.step, -1), recent), -1)
 
@@ -3178,16 +3221,16 @@ class FdcSettings:
 
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(
-        True, "each head has its own rank; else all their mean (the paper's /AC)"
+        True, "each head has its own rank; else all have the mean of these ranks"
     )
     balanced: bool = setting(
-        True, "programs of the kernel take equal bytes; else equal tokens of heads (/KE)"
+        True, "the kernel's programs read equal bytes; else equal tokens (the paper's /KE)"
     )
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
         rate = float(artifact["rate"]) if self.rate == -1 else self.rate
-        # Of all layers, for their mean.
+        # The ranks of all layers, though one layer's are wanted: their mean is over all.
         ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)
         bases = []
         for basis, rank in zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True):
@@ -3196,11 +3239,11 @@ class FdcSettings:
 
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
-    """One decode step of FDC as published (sec. 5.1), for one KV head; so is prefill.
+    """One decode step of FDC as published (sec. 5.1), for one KV head. Prompts are read alike.
 
-    q [G, D] and k [D]: after RoPE; v [d_v]: x W_V R_V, whose basis is folded into the weights, as
-    is R_V^T into W_O -> output [G, d_v]. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]:
-    the leading columns of the head's rotation."""
+    q [G, D] and k [D]: after RoPE. v [d_v] is compressed already: R_V is folded into W_V, and R_V^T
+    into W_O, which takes the output. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the
+    leading columns of the head's rotation. -> the output [G, d_v], and what is stored now."""
     # 1. Compress the query and the key after RoPE, and append.
     q = q @ R
     k = k @ R
@@ -3213,15 +3256,16 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values [..., D] lost where the first 1, 2 .. D stay; fp64."""
+    """Which fraction of the singular values' sum is lost where the first 1, 2, .. D of them stay:
+    values [..., D] -> [..., D] fp64."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
 
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
-    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16
-    (by real columns, not zeros): values [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: the mean of
-    them all."""
+    """How many columns each head keeps (Eq. 1): the least number that loses at most `rate`, rounded
+    up to a multiple of 16 (by real columns, where the paper pads with zeros). Singular values
+    [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: all heads have the mean of these ranks (ours)."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     if adaptive:
@@ -3230,7 +3274,8 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The biases of the key and value projections, [Hkv, D] each (V folded: [Hkv, 0]), or zeros."""
+    """The biases of the key and value projections, [Hkv, D] each, or zeros if there are none.
+    (Where values are folded, `attend` gets a v of no dims, and that bias is [Hkv, 0].)"""
     bias = attention.wqkv.bias
     if bias is None:
         bias = attention.wqkv.weight.new_zeros(sum(attention.widths))
@@ -3244,9 +3289,9 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
 def fold_values(
     attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int
 ) -> Attention:
-    """Layer i's attention with W_V R in the place of W_V and R^T W_O in that of W_O, for FDC and
-    Palu: the cache holds and returns x W_V R. V's bias moves into W_O's, since attention weights
-    sum to one."""
+    """Layer i's attention with W_V R in the place of W_V, and R^T W_O in the place of W_O, for FDC
+    and Palu: the cache gets x W_V R, holds it, and returns its weighted sums. V's bias moves into
+    W_O's: attention weights sum to one, so it adds the same to every output."""
     Hkv = c.n_kv_heads
     weight = attention.wqkv.weight
     bias = attention.wqkv.bias
@@ -3269,75 +3314,84 @@ def fold_values(
         bias = torch.cat((q_bias, k_bias, bias.new_zeros(width)))
     attention.wqkv = linear_of(torch.cat((q, k, *values)), bias, weight.dtype)
     attention.wo = linear_of(torch.cat(output, 1), constant, weight.dtype)
-    # `attend` gets v of no heads, and the values of all heads as its last argument.
+    # Heads have different numbers of values. So v, which has a width for all heads, is empty, and
+    # the values of all heads come side by side as `projected` (Cache).
     attention.widths = [*attention.widths[:2], 0, width]
     return attention
-
-
-def own_columns(ranks: list[int], G: int) -> Tensor:
-    """Which of the numbers [Hkv, G, max rank] are a head's own, and not what it is padded with."""
-    inside = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None, None]
-    return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
 # ---- its store, and the cache
 
 
 class RaggedStore(Store):
-    """Keys and values of heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head,
-    then V' [B, S, d_v]. It takes K' and V' of a token together."""
+    """Keys and values of heads of unequal rank, in one flat buffer without padding: one part behind
+    the other, K' [B, S, d_qk] of each head and then V' [B, S, d_v] of each.
+
+    K' and V' of a token are written together. An operation of its own attends them, so `attend` and
+    the methods that it calls are not for this store."""
 
     def __init__(
         self, context: CacheContext, k_ranks: list[int], v_ranks: list[int], balanced: bool
     ):
-        """balanced: how the kernel divides the heads, see kernels.attend_ragged."""
+        """k_ranks: d_qk of each KV head; v_ranks: d_v. balanced: how the kernel divides its work
+        (kernels.attend_ragged)."""
         super().__init__()
         self.context = context
-        self.n = len(k_ranks)
         self.balanced = balanced
-        self.ranks = [*k_ranks, *v_ranks]
-        numbers = sum(self.ranks)  # of a token
-        self.token_bytes = numbers * context.dtype.itemsize
-        packed = context.zeros(context.max_seq_length * numbers).flatten()
+        self.ranks = [*k_ranks, *v_ranks]  # of each part
+        width = sum(self.ranks)  # numbers of a token
+        self.token_bytes = width * context.dtype.itemsize
+        packed = context.zeros(context.max_seq_length * width).flatten()
         self.register_buffer("packed", packed)
-        # Number j of token t (of all rows, end to end) goes to starts[j] + t * strides[j] of the
-        # buffer.
-        ranks = torch.tensor(self.ranks)
-        strides = ranks.repeat_interleave(ranks)
-        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+
+        # Where the numbers of a token go, side by side [width]. A part before which there are
+        # `before` numbers of a token begins at before * n_tokens, and has `rank` numbers a token.
+        # So number i of it has the place before * n_tokens + t * rank + i, where t counts the
+        # tokens of all rows, end to end. That is starts + t * strides.
         n_tokens = context.batch_size * context.max_seq_length
-        starts = first * (n_tokens - 1) + torch.arange(numbers)
-        self.starts = starts.to(context.device)
-        self.strides = strides.to(context.device)
-        self.k_columns = own_columns(k_ranks, 1).to(context.device)
-        self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
-        self.table = None
-        if context.kernel and math.gcd(8, *self.ranks) == 8:  # rows of 16 bytes
+        starts = []
+        strides = []
+        before = 0
+        for rank in self.ranks:
+            starts.append(before * n_tokens + torch.arange(rank))
+            strides.append(torch.full((rank,), rank))
+            before += rank
+        self.starts = torch.cat(starts).to(context.device)
+        self.strides = torch.cat(strides).to(context.device)
+
+        # Keys come padded to the widest head, [Hkv, max d_qk]. Which of these numbers count:
+        is_own = torch.arange(max(k_ranks)) < torch.tensor(k_ranks)[:, None]
+        self.k_columns = is_own.flatten().nonzero()[:, 0].to(context.device)
+
+        self.table = None  # for the kernel, which takes ranks of whole 16 bytes
+        if context.kernel and math.gcd(8, *self.ranks) == 8:
             self.table = kernels.ragged_table(self.ranks, context.device, balanced)
 
     def views(self) -> list[Tensor]:
-        """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
+        """The parts: K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
         B = self.context.batch_size
         S = self.context.max_seq_length
         parts = self.packed.split([B * S * rank for rank in self.ranks])
         return [part.view(B, S, rank) for part, rank in zip(parts, self.ranks, strict=True)]
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
-        """The numbers of tokens [n, sum of all ranks], of K' [n, Hkv, max d_qk] and V'
-        [n, sum of d_v]."""
+        """K' [n, Hkv, max d_qk], padded, and V' [n, sum of d_v] of n tokens -> all numbers of a
+        token, without padding [n, sum of all ranks]."""
         return torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
-        """K' [n, Hkv, max d_qk] and V' [n, sum of d_v]: one row's tokens from `start` on."""
+        """K' [n, Hkv, max d_qk], padded, and V' [n, sum of d_v]: one row's tokens from position
+        `start` on."""
         stop = start + len(k)
         parts = self.joined(k, v).split(self.ranks, -1)
         for view, part in zip(self.views(), parts, strict=True):
             view[row, start:stop] = part
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
-        """K' [B, Hkv, max d_qk] and V' [B, sum of d_v]: one token of each row, at pos [B]."""
+        """K' [B, Hkv, max d_qk], padded, and V' [B, sum of d_v]: one token of each row, at
+        positions pos [B]."""
         numbers = self.joined(k, v)
-        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
+        # One write for all heads: a compiled step makes it in place, with no copy of the buffer.
         token = (self.context.rows * self.context.max_seq_length + pos)[:, None]
         self.packed[self.starts + token * self.strides] = numbers
 
@@ -3349,7 +3403,7 @@ class RaggedStore(Store):
 
 
 class FdcCache(Cache):
-    """K' = K R of keys after RoPE, and folded values V', each KV head at its own ranks."""
+    """K' = K R of keys after RoPE, and the folded values V', each KV head at its own ranks."""
 
     def __init__(self, context: CacheContext, settings: FdcSettings, fitted: FittedLayer):
         super().__init__(context)
@@ -3357,14 +3411,16 @@ class FdcCache(Cache):
         v_bases = settings.bases(fitted.artifact, fitted.i, "v")
         self.k_ranks = [basis.shape[1] for basis in k_bases]
         self.v_ranks = [basis.shape[1] for basis in v_bases]
+        # One product turns all heads, so R of a head is padded to the widest. (weights, not cache)
         padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
-        self.R = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
+        self.R = torch.stack(padded).to(context.device, context.dtype)  # [Hkv, D, max d_qk]
         self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks, settings.balanced)
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor
     ) -> Tensor:
-        """latent [n, sum of d_v]: all heads' values; v is empty -> [n, 1, sum of G d_v]."""
+        """latent [n, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
+        query heads side by side, [n, 1, sum of G d_v]."""
         stop = start + len(q)
         Hkv = len(self.k_ranks)
         q = in_basis(self.rope_from(q, start), self.R)
@@ -3375,14 +3431,16 @@ class FdcCache(Cache):
         values = views[Hkv:]
         q = q.unflatten(1, (Hkv, -1))  # [n, Hkv, G, max d_qk]
 
-        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change
-        # nothing (of those beyond d_qk some are cut off), and heads of one width go together.
+        # Flash attention wants one width for q, k and v of all its heads. So each head is padded
+        # with zeros, which change no product, to a multiple of 32. Heads of the same width then go
+        # together, in one launch.
         heads_of_width = {}
         for h in range(Hkv):
             width = -(-max(self.k_ranks[h], self.v_ranks[h]) // 32) * 32
             heads_of_width.setdefault(width, []).append(h)
         outputs = [None] * Hkv
         for width, heads in heads_of_width.items():
+            # Queries have the width of the widest key of all: a negative padding cuts what is zero.
             queries = F.pad(q[:, heads].flatten(1, 2), (0, width - q.shape[-1]))
             padded_k = [F.pad(keys[h], (0, width - self.k_ranks[h])) for h in heads]
             padded_v = [F.pad(values[h], (0, width - self.v_ranks[h])) for h in heads]
@@ -3398,7 +3456,8 @@ class FdcCache(Cache):
         return torch.cat(outputs, -1)[:, None]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        """latent [B, sum of d_v]: all heads' values; v is empty -> [B, 1, sum of G d_v]."""
+        """latent [B, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
+        query heads side by side, [B, 1, sum of G d_v]."""
         k = in_basis(self.rope(k, pos), self.R)
         self.vectors.write_token(pos, k, latent)
         q = in_basis(self.rope(q, pos), self.R)
