@@ -136,10 +136,10 @@ class CacheContext:
 class Cache(nn.Module):
     """The cache of one layer, for all rows. Its methods are in the order of a request's life.
 
-    `prefill` and `decode` get q, k and v BEFORE RoPE, and return the attention's output.
-    A method may
-    have added rows to W_qkv when the model was loaded: `projected` are their products, such as
-    SALS's latents. (FDC's values come there, and its v is empty. EliteKV gets a latent as v.)"""
+    `prefill` and `decode` get q, k and v BEFORE RoPE, and return the attention's output. A method
+    may have added rows to W_qkv when the model was loaded. What these rows make of a token comes
+    as `projected`: SALS's latents, for example, or FDC's values, whose v is then empty. (EliteKV
+    has other weights, and gets its latent in the place of v.)"""
 
     def __init__(self, context: CacheContext):
         super().__init__()
@@ -149,7 +149,8 @@ class Cache(nn.Module):
         self.kernel = context.kernel
         self.rope = context.rope
         self.rope_from = context.rope_from
-        # Exact K and V of some tokens, which count in the place of what other stores have of these.
+        # Two stores of exact keys and exact values, or none. Of the tokens that they hold, they
+        # count, and not what other stores have of the same tokens.
         self.exact: Sequence[RingStore] = ()
         self.tables = {}  # name -> what a new row's entries are
         self.table_bytes = 0
@@ -168,7 +169,8 @@ class Cache(nn.Module):
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         """K after RoPE and V that are kept of a row's first `length` tokens,
-        [length or fewer, Hkv, D] each, in any order."""
+        [length or fewer, Hkv, D] each, in any order. This is what caches do that have stores `keys`
+        and `values`; others have a `past` of their own."""
         keys = self.keys.of_row(row, length)
         values = self.values.of_row(row, length)
         if self.exact:
@@ -177,8 +179,9 @@ class Cache(nn.Module):
         return keys, values
 
     def past_and_new(self, row: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What n new tokens of a row attend: what is kept of its `start` tokens, then k after RoPE
-        and v [n, Hkv, D]. To be asked for before the new tokens are written."""
+        """What n new tokens of a row attend: what is kept of the `start` tokens before them, then
+        their own k after RoPE and v [n, Hkv, D]. Call it before the new tokens are written, since
+        a ring then loses old ones."""
         if start == 0:
             return k, v
         past_k, past_v = self.past(row, start)
@@ -193,9 +196,9 @@ class Cache(nn.Module):
         nothing is read back to the host, so that one CUDA graph of a step is right for every
         length.
 
-        A method that attends only some tokens finds them in its `select`: select(pos, ...) gives an
-        index, or None for all tokens. Exact recent tokens (`exact`) are attended besides.
-        Evaluation wraps `select`."""
+        A method that attends only some tokens chooses them in its `select`, so that evaluation can
+        wrap it: select(pos, ...) gives an index, or None for all tokens. The tokens of `exact` are
+        attended besides."""
         raise NotImplementedError
 
     # ---- 3. Bytes
@@ -268,8 +271,9 @@ class Cache(nn.Module):
 
 
 def copy_by_kernel(source: Tensor, target: Tensor) -> None:
-    """Copies a tensor into a view of another. An index makes a kernel do it, which reaches host
-    memory that is mapped to the GPU (`host_memory`); a plain copy does not."""
+    """target.copy_(source), where target may be host memory that only kernels reach
+    (`host_memory`). A plain copy is the driver's work; a copy to an index is a kernel's. So this
+    writes to entry 0 of a tensor that has no other."""
     first = torch.zeros(1, dtype=torch.int64)
     target[None][first] = source.to(target.device)
 
@@ -294,14 +298,16 @@ def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
 
 
 class Store(nn.Module):
-    """What lies in memory of H heads' tokens, in one form: of each a vector of `width` numbers.
+    """The tokens of H heads in memory, in one form: of each token and head a vector of `width`
+    numbers, as they are or in codes.
 
-    token_bytes: bytes of one token, of all heads. kind and bits name the form to `attend`, which
-    gets two stores, of keys and of values, and calls `read`, `logits`, `mix` or `kernel_form`."""
+    A cache writes to a store. Then it gives `attend` two stores, of keys and of values: either a
+    kernel reads their buffers, or PyTorch calls `read` for chosen tokens, and `logits` (of keys)
+    and `mix` (of values) for all."""
 
-    kind = "plain"
-    bits = 16
-    token_bytes = 0
+    kind = "plain"  # the form, by which `attend` finds a kernel
+    bits = 16  # of a number; fewer are codes
+    token_bytes = 0  # of one token, all heads together
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
         """x [n, H, width]: one row's tokens from position `start` on."""
@@ -316,7 +322,7 @@ class Store(nn.Module):
         raise NotImplementedError
 
     def read(self, index: Tensor) -> Tensor:
-        """The tokens of an index [B, H or 1, G or 1, n], none negative ->
+        """The vectors of an index's tokens: [B, H or 1, G or 1, n], none negative ->
         [B, H, G or 1, n, width]."""
         raise NotImplementedError
 
@@ -332,10 +338,6 @@ class Store(nn.Module):
         """weights [B, H, G, S] fp32 times all tokens -> [B, H, G, width]."""
         raise NotImplementedError
 
-    def kernel_form(self) -> list[Tensor | None]:
-        """The tensors that a kernel takes."""
-        raise NotImplementedError
-
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         """Views of what the first `length` tokens of a row use of each buffer, by its name."""
         raise NotImplementedError
@@ -346,7 +348,10 @@ class Store(nn.Module):
 
 
 class TokenStore(Store):
-    """The numbers as they are, [B, H, S, width]; the base of stores that encode them."""
+    """The numbers as they are, in a buffer `vectors` [B, H, S, width].
+
+    It is the base of stores that encode them, too. These have other buffers (`layout`), and an
+    `encode` and a `decode`; all else they inherit."""
 
     def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int):
         super().__init__()
@@ -359,10 +364,11 @@ class TokenStore(Store):
             self.register_buffer(name, self.allocate(*shape, dtype=dtype))
             self.token_bytes += n_heads * math.prod(shape) * dtype.itemsize
 
-    # What stores of another form have instead
+    # What stores of another form replace
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of each buffer the name, and shape and dtype of what one head of one token has there."""
+        """The buffers: of each its name -> the shape and the dtype of one token's part of it, for
+        one head."""
         return {"vectors": ((self.width,), self.context.dtype)}
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -370,14 +376,14 @@ class TokenStore(Store):
         return self.context.zeros(self.n_heads, self.n_tokens, *shape, dtype=dtype)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each buffer holds of x [..., width]."""
+        """x [..., width] -> what goes into each buffer."""
         return (x,)
 
     def decode(self, vectors: Tensor) -> Tensor:
-        """The inverse: from what each buffer holds to x."""
+        """The inverse: what each buffer holds -> x [..., width]."""
         return vectors
 
-    # The protocol
+    # The methods of a store, for all of them
 
     def parts(self) -> list[Tensor]:
         """The buffers, in the order of `layout`."""
@@ -397,9 +403,10 @@ class TokenStore(Store):
         return self.decode(*parts).transpose(0, 1)
 
     def read(self, index: Tensor) -> Tensor:
-        in_line = index.flatten(2).expand(-1, self.n_heads, -1)  # [B, H, G * n]
-        parts = [gather_rows(part, in_line) for part in self.parts()]
-        return self.decode(*parts).unflatten(2, index.shape[2:])
+        G, n = index.shape[2:]
+        of_head = index.flatten(2).expand(-1, self.n_heads, -1)  # [B, H, G * n]
+        parts = [gather_rows(part, of_head) for part in self.parts()]
+        return self.decode(*parts).unflatten(2, (G, n))
 
     def read_all(self) -> Tensor:
         return self.decode(*self.parts())
@@ -410,9 +417,6 @@ class TokenStore(Store):
     def mix(self, weights: Tensor) -> Tensor:
         return matmul_codes(weights, self.vectors)
 
-    def kernel_form(self) -> list[Tensor | None]:
-        return self.parts()
-
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         n = min(length, self.n_tokens)  # a store of fewer slots fills from the left, too
         return {name: getattr(self, name)[row, :, :n] for name in self.layout()}
@@ -422,8 +426,8 @@ class TokenStore(Store):
 
 
 class RingStore(TokenStore):
-    """The n_sinks first and the n_recent last tokens alone: slots of the sinks, then a ring. Both
-    fill from the left."""
+    """The n_sinks first tokens and the n_recent last ones, and no others. A sink keeps its slot.
+    The slots after these are a ring, where the newest token takes the place of the oldest."""
 
     def __init__(
         self, context: CacheContext, n_heads: int, width: int, n_sinks: int, n_recent: int
@@ -433,19 +437,21 @@ class RingStore(TokenStore):
         self.n_recent = n_recent
 
     def slot(self, position: Tensor) -> Tensor:
-        """The slot that the token at a position has, or had."""
+        """The slot of the token at a position, which it has while it is recent."""
         is_sink = position < self.n_sinks
         in_ring = self.n_sinks + (position - self.n_sinks) % self.n_recent
         return torch.where(is_sink, position, in_ring)
 
     def kept(self, start: int, stop: int) -> Tensor:
-        """Those of the positions start to stop - 1 that are here once all of them are written."""
+        """Which of the positions start to stop - 1 are here, once all of these are written: the
+        sinks among them, and the last n_recent of the others."""
         positions = self.context.positions[start:stop]
-        n_sinks = max(0, self.n_sinks - start)  # of these positions
+        n_sinks = max(0, self.n_sinks - start)  # how many of these positions are sinks
         first_recent = max(n_sinks, len(positions) - self.n_recent)
         return torch.cat((positions[:n_sinks], positions[first_recent:]))
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
+        # The others would be overwritten at once, so they are not written.
         kept = self.kept(start, start + len(x))
         self.vectors[row, :, self.slot(kept)] = x[kept - start].transpose(0, 1)
 
@@ -453,21 +459,27 @@ class RingStore(TokenStore):
         super().write_token(self.slot(pos), x)
 
     def positions(self, pos: Tensor) -> Tensor:
-        """The position in each slot once pos [B] is written: [B, slots], negative if empty."""
+        """The position of the token in each slot, [B, slots], when pos [B] is the newest; negative
+        where the slot is empty."""
         sinks = torch.arange(self.n_sinks, device=pos.device).expand(len(pos), -1)
         recent = self.n_sinks + ring_positions(pos - self.n_sinks, self.n_recent)
         in_slot = torch.cat((sinks, recent), 1)
         return in_slot.where(torch.arange(self.n_tokens, device=pos.device) <= pos[:, None], -1)
 
     def overlay(self, row: int, x: Tensor) -> Tensor:
-        """x [n, H, width], a row's tokens so far, with those of this store in their places."""
+        """x [n, H, width], all tokens of a row so far, but with this store's vectors for those that
+        it holds."""
         kept = self.kept(0, len(x))
         return x.index_copy(0, kept, self.vectors[row, :, self.slot(kept)].transpose(0, 1))
 
 
 def ring_positions(pos: Tensor, n: int) -> Tensor:
-    """The position in each slot of a ring once pos [B] is written: [B, n], negative if empty."""
-    return pos[:, None] - (pos[:, None] - torch.arange(n, device=pos.device)) % n
+    """The position of the token in each of a ring's n slots, [B, n], when pos [B] is the newest;
+    negative where the slot is empty. Position p has the slot p % n. So a slot's token is
+    (pos - slot) % n positions older than the newest."""
+    slot = torch.arange(n, device=pos.device)
+    age = (pos[:, None] - slot) % n
+    return pos[:, None] - age
 
 
 # ---- attention over two stores
@@ -487,52 +499,141 @@ def attend(
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    keys, values: stores. index [B, Hkv or 1, G or 1, n]: the tokens that are attended, -1 for none;
-    None: all up to pos [B]. exact: no stores, or two of exact keys and values (ExactStore), whose
-    tokens are attended besides, or without an index in the place of the last. kernel: take the
-    kernel of these stores, if kernels.py has one."""
+    keys, values: two stores. index: which of their tokens are attended,
+        [B, Hkv or 1, G or 1, n]    these; -1 stands for none
+        None                        all of each row, up to pos [B]
+    exact: none, or two stores (ExactStore) of exact keys and values. All of their tokens are
+    attended. With an index they come besides. Without one they take the place of the row's last
+    n_recent tokens, of which the other stores are then not read.
+    kernel: run as a kernel, if kernels.py has one for these stores."""
     has_tokens = index is None or index.numel() > 0
     if kernel and has_tokens and has_kernel(q, keys, values, index):
         return attend_by_kernel(q, keys, values, pos, index, exact, scale)
-    return attend_by_pytorch(q, keys, values, pos, index, exact, scale)
+    if index is not None:
+        return attend_index(q, keys, values, pos, index, exact, scale)
+    return attend_all(q, keys, values, pos, exact, scale)
+
+
+def exact_tensors(exact: Sequence) -> list[Tensor]:
+    """The vectors of exact keys and values as operations take them, [B, slots, Hkv, D] each; an
+    empty list where a cache has no exact stores."""
+    return [store.vectors.transpose(1, 2) for store in exact]
+
+
+# In PyTorch
+
+
+def attend_index(
+    q: Tensor, keys, values, pos: Tensor, index: Tensor, exact: Sequence, scale: float
+) -> Tensor:
+    """`attend` in PyTorch, where an index names the tokens: these are read and decoded, and then
+    attended as plain K and V."""
+    Hkv = values.n_heads
+    is_token = (index >= 0).expand(-1, Hkv, -1, -1)  # [B, Hkv, G or 1, n]
+    chosen = index.clamp(min=0).long()
+    k = keys.read(chosen)  # [B, Hkv, G or 1, n, D]
+    v = values.read(chosen)
+    # If each query head of a group has tokens of its own, each needs keys and values of its own:
+    # these are then of Hq heads, in the place of Hkv.
+    return kernels.attend_plain(
+        q,
+        k.flatten(1, 2),
+        v.flatten(1, 2),
+        live=is_token.flatten(1, 2),
+        pos=pos,
+        exact=exact_tensors(exact),
+        scale=scale,
+        kernel=False,
+    )
+
+
+def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: float) -> Tensor:
+    """`attend` in PyTorch, over all tokens up to pos. Stores in codes are not decoded: `logits` and
+    `mix` multiply the codes as they are."""
+    is_plain = keys.kind == "plain" and values.bits == 16
+    if is_plain and not exact:
+        live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
+        return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
+
+    q_of_group = q.unflatten(1, (values.n_heads, -1))  # [B, Hkv, G, D]
+    last = pos[:, None, None, None]
+    n_recent = exact[0].n_recent if exact else 0
+
+    # Logits of all tokens but those that are exact, or later than pos.
+    logits = keys.logits(q_of_group).float()  # [B, Hkv, G, S]
+    S = logits.shape[-1]
+    is_left_out = torch.arange(S, device=pos.device) > last - n_recent
+    logits = logits.masked_fill(is_left_out, -torch.inf)
+
+    # Logits of the exact ones, whose slots fill from the left: [B, Hkv, G, n_recent].
+    if exact:
+        is_empty = torch.arange(n_recent, device=pos.device) > last
+        exact_logits = exact[0].logits(q_of_group).float().masked_fill(is_empty, -torch.inf)
+        logits = torch.cat((logits, exact_logits), -1)
+
+    # One softmax over both. Its division comes last, when both have added their values.
+    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
+    out = values.mix(weights[..., :S])
+    if exact:
+        out = out + exact[1].mix(weights[..., S:])
+    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
+
+
+# By a kernel
 
 
 def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
-    """Whether kernels.py has a kernel for stores of these forms."""
-    if values.bits < 16 and q.shape[-1] % 16:  # see kernels.value_packing
+    """Whether kernels.py has a kernel for keys and values of these forms. (The forms "fp8", "int8"
+    and "levels" are of stores in extras/baselines.py.)"""
+    has_coded_values = values.bits < 16
+    if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
         return False
     if keys.kind == "plain":
-        return values.kind == "plain" and values.bits == 16
+        return values.kind == "plain" and not has_coded_values
     if keys.kind == "fp8":
         return kernels.has_e4m3(q.device)
     if keys.kind == "channels":
-        return values.bits < 16 and index is None
+        return has_coded_values and index is None
     return keys.kind == "latents"
 
 
 def attend_by_kernel(
     q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
 ) -> Tensor:
-    """`attend`, by the kernel of the stores' forms."""
+    """`attend` by a kernel: that of the keys' form, which takes their buffers."""
     q = q.contiguous()
     pos = pos.int()
     exact = exact_tensors(exact)
-    v, v_scale = [*values.kernel_form(), None][:2]
     if index is not None:
-        index = kernel_index(index, n_kv_heads=v.shape[1])
+        index = kernel_index(index, values.n_heads)
+
     if keys.kind == "plain":
-        return kernels.launch_attend_plain(q, keys.vectors, v, pos, index, exact, scale)
-    if keys.kind == "fp8":  # with one scale a head, [B, Hkv, 1]
-        k_scale = keys.scale[..., 0]
+        return kernels.launch_attend_plain(
+            q, keys.vectors, values.vectors, pos, index, exact, scale
+        )
+
+    if keys.kind == "fp8":
+        k_scale = keys.scale[..., 0]  # one scale a head, [B, Hkv]
         v_scale = values.scale[..., 0]
         k = keys.vectors.view(torch.float8_e4m3fn)  # stored as bytes
-        v = v.view(torch.float8_e4m3fn)
+        v = values.vectors.view(torch.float8_e4m3fn)
         return kernels.launch_attend_plain(q, k, v, pos, index, exact, scale, k_scale, v_scale)
-    if keys.kind == "channels":
-        k, k_scale = keys.kernel_form()
+
+    v_scale = values.scale if values.bits < 16 else None
+    if keys.kind == "channels":  # KIVI's
         return kernels.launch_attend_channels(
-            q, k, k_scale, v, v_scale, values.bits, pos, exact, scale
+            q,
+            keys.codes,
+            keys.min_and_scale,
+            values.vectors,
+            v_scale,
+            values.bits,
+            pos,
+            exact,
+            scale,
         )
+
+    # "latents": keys are rebuilt from them (SALS, Palu).
     latent, latent_scale, int4_dims = keys.latent_parts()
     return kernels.launch_attend_latents(
         q,
@@ -543,7 +644,7 @@ def attend_by_kernel(
         keys.kernel_basis.scale,
         keys.kernel_basis.bias,
         keys.context.rope_pairs,
-        v,
+        values.vectors,
         v_scale,
         values.bits,
         pos,
@@ -553,54 +654,13 @@ def attend_by_kernel(
     )
 
 
-def exact_tensors(exact: Sequence) -> list[Tensor]:
-    """Exact keys and values as kernels take them, [B, slots, Hkv, D], of two ExactStores; or none
-    of none."""
-    return [store.vectors.transpose(1, 2) for store in exact]
-
-
 def kernel_index(index: Tensor, n_kv_heads: int) -> Tensor:
-    """An index [B, Hkv or 1, G or 1, n] as kernels take it: int32 [B, n], [B, Hkv, n] or
-    [B, Hq, n]."""
-    if index.shape[1] == index.shape[2] == 1:
-        return index[:, 0, 0].int()  # one set a row: rows may lie apart
+    """An index [B, Hkv or 1, G or 1, n] as kernels take it, int32: [B, n] if all heads attend the
+    same tokens, else [B, Hkv, n] or [B, Hq, n]."""
+    is_of_all_heads = index.shape[1] == index.shape[2] == 1
+    if is_of_all_heads:
+        return index[:, 0, 0].int()  # a view: of this form alone rows may lie apart in memory
     return index.expand(-1, n_kv_heads, -1, -1).flatten(1, 2).int().contiguous()
-
-
-def attend_by_pytorch(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
-) -> Tensor:
-    """`attend`, in PyTorch. All tokens of stores in codes are attended by products with the
-    codes."""
-    Hkv = values.n_heads
-    if index is not None:
-        live = (index >= 0).expand(-1, Hkv, -1, -1).flatten(1, 2)  # [B, Hkv or Hq, n]
-        chosen = index.clamp(min=0).long()
-        k = keys.read(chosen).flatten(1, 2)  # [B, Hkv or Hq, n, D]
-        v = values.read(chosen).flatten(1, 2)
-        exact = exact_tensors(exact)
-        return kernels.attend_plain(q, k, v, live, pos, exact, scale=scale, kernel=False)
-
-    if not exact and keys.kind == "plain" and values.bits == 16:
-        live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
-        return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
-    # Logits of the stored tokens, [B, Hkv, G, S], and of the exact ones.
-    grouped = q.unflatten(1, (Hkv, -1))
-    logits = keys.logits(grouped).float()
-    S = logits.shape[-1]
-    n_recent = exact[0].n_recent if exact else 0
-    last = pos[:, None, None, None]
-    is_exact_or_later = torch.arange(S, device=pos.device) > last - n_recent
-    logits = logits.masked_fill(is_exact_or_later, -torch.inf)
-    if exact:  # its slots fill from the left
-        is_empty = torch.arange(n_recent, device=pos.device) > last
-        of_recent = exact[0].logits(grouped).float().masked_fill(is_empty, -torch.inf)
-        logits = torch.cat((logits, of_recent), -1)
-    weights = ((logits - logits.amax(-1, keepdim=True)) * scale).exp()
-    out = values.mix(weights[..., :S])
-    if exact:
-        out = out + exact[1].mix(weights[..., S:])
-    return (out / weights.sum(-1, keepdim=True)).to(q.dtype).flatten(1, 2)
 
 
 # -------------------------------------------------------------------------------------------- dense
@@ -612,10 +672,11 @@ class DenseSettings:
 
 
 class DenseCache(Cache):
-    """Keys after RoPE and values of every token: the truth, and the base of what keeps K and V in
-    two stores.
+    """Keys after RoPE and values of every token, as they are: what all methods are compared with.
 
-    A step attends the tokens that `select` names."""
+    It is also the base of all caches that keep K and V in two stores. Such a cache may have other
+    stores, another basis for its keys (`to_stored_basis`), and a `select` that chooses the tokens
+    of a step."""
 
     def __init__(
         self, context: CacheContext, keys: Store | None = None, values: Store | None = None
@@ -629,7 +690,7 @@ class DenseCache(Cache):
         )
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
-        """Queries or keys [..., H, D] after RoPE, in the basis in which keys are kept
+        """Queries or keys [..., H, D] after RoPE -> the same in the basis in which keys are stored,
         [..., H, width]."""
         return x
 
@@ -644,8 +705,8 @@ class DenseCache(Cache):
         self.values.write_token(pos, v)
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
-        """q [B, Hq, width] in the stored basis -> an index [B, Hkv or 1, G or 1, n], or None for
-        all."""
+        """q [B, Hq, width] in the stored basis -> the tokens to attend, an index
+        [B, Hkv or 1, G or 1, n], or None for all."""
         return None
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -684,8 +745,11 @@ class FittedLayer(NamedTuple):
 
 
 def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
-    """The `caches` of a method whose layers are alike, but for those of --skip, which are dense.
-    make(context, settings) gives one; of a fitted method make(context, settings, fitted)."""
+    """What a row of METHODS has as its `caches`, for a method whose layers all have the same kind
+    of cache. (Only the layers of --skip, where a method has that option, are dense.)
+
+    make: the class, or a function, that gives the cache of a layer: make(context, settings), or
+    make(context, settings, fitted) if the method is fitted."""
 
     def build(
         model: Llama, settings: object, context: CacheContext, artifact: Artifact
@@ -697,7 +761,7 @@ def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
         for i, layer in enumerate(model.layers):
             if i in skipped:
                 caches.append(DenseCache(context))
-            elif artifact:
+            elif artifact:  # which is {} if the method is not fitted
                 fitted = FittedLayer(layer.attention, artifact, i)
                 caches.append(make(context, settings, fitted))
             else:
@@ -733,7 +797,8 @@ class Budget(NamedTuple):
 
 
 def fit_budget(max_seq_length: int, n_sinks: int, n_selected: int, n_recent: int) -> Budget:
-    """Cuts a budget to a length: recent tokens come first, then selected ones, then sinks."""
+    """Cuts a budget to a length. Where it is too short for all, recent tokens go before selected
+    ones, and these before sinks."""
     n_recent = min(n_recent, max_seq_length)
     n_selected = min(n_selected, max_seq_length - n_recent)
     n_sinks = min(n_sinks, max_seq_length - n_recent - n_selected)
@@ -746,8 +811,8 @@ LEAST_TOKENS = 64
 
 
 def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
-    """Tokens out of `length` that `keep` allows: above 1 a count, up to 1 a fraction, but at least
-    `least` tokens (None: LEAST_TOKENS)."""
+    """How many of `length` tokens `keep` means. Above 1 it is a count. Up to 1 it is a fraction,
+    but of at least `least` tokens (None: LEAST_TOKENS)."""
     if least is None:
         least = LEAST_TOKENS
     tokens = int(keep)
@@ -759,7 +824,8 @@ def kept_tokens(keep: float, length: int, least: int | None = None) -> int:
 def left_to_select(
     keep: float, total: int, max_seq_length: int, n_sinks: int, n_recent: int
 ) -> int:
-    """What a budget `keep`, of `total` tokens, leaves to select beside sinks and recent tokens."""
+    """How many tokens are left to select, out of `total`, beside sinks and recent ones. keep and
+    max_seq_length are for the UserError that says that none are."""
     if total < n_sinks + n_recent:
         fault = f"is fewer than {n_sinks} sinks and {n_recent} recent ones"
         raise UserError(f"--keep {keep:g} of {max_seq_length} tokens {fault}")
@@ -775,13 +841,14 @@ def keep_setting(tokens: float):
 
 @dataclass
 class KeepSettings:
-    """What a method that selects is given: tokens in all, of which the newest is always one."""
+    """The settings of a method that selects: how many tokens a step attends in all. The newest one
+    is always among them."""
 
     keep: float = keep_setting(512)
 
     def budget(self, max_seq_length: int) -> Budget:
         total = kept_tokens(self.keep, max_seq_length)
-        if total == max_seq_length:
+        if total == max_seq_length:  # nothing is left out, so there is nothing to select
             return Budget(n_sinks=0, n_selected=total, n_recent=0)
         return Budget(n_sinks=0, n_selected=total - 1, n_recent=1)
 
@@ -809,7 +876,8 @@ class ScoringCache(DenseCache):
         raise NotImplementedError
 
     def n_best(self, pos: Tensor) -> Tensor | None:
-        """How many of the budget's selected tokens each row takes [B]; None: all of them."""
+        """How many tokens each row selects [B], where the budget's n_selected is only the most that
+        any row may select; None: all rows select as many."""
         return None
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor | None:
@@ -825,7 +893,7 @@ class ScoringCache(DenseCache):
         )
 
     def bytes_read(self, length: int) -> int:
-        """K and V of the tokens attended; a method adds what its scores read."""
+        """K and V of the tokens attended. A method adds the bytes that its scores read."""
         attended = min(length, sum(self.budget))
         return round(attended * self.keys.token_bytes + attended * self.values.token_bytes)
 
@@ -839,7 +907,7 @@ class TopKSettings(KeepSettings):
 
 
 class TopKCache(ScoringCache):
-    """K and V in full. A KV head's query heads choose together."""
+    """K and V in full. The query heads that share a KV head choose the same tokens, together."""
 
     def __init__(self, context: CacheContext, settings: TopKSettings):
         super().__init__(context, settings.budget(context.max_seq_length))
@@ -880,7 +948,8 @@ class LokiSettings:
     reduced: bool = setting(False, "PCAAttn (App. E): cache and attend d components of every token")
 
     def budget(self, max_seq_length: int) -> Budget:
-        """The tokens that a query head attends in a cache that is full."""
+        """The tokens that a query head attends when the cache is full. (Shorter rows take fewer of
+        them: `LokiCache.n_best`.)"""
         n_selected = kept_tokens(self.k, max_seq_length)
         if self.reduced:
             n_selected = max_seq_length
@@ -892,9 +961,9 @@ def loki_step(
 ) -> tuple[Tensor, Tensor, tuple]:
     """One decode step of Loki as published, for one KV head. Algorithm 1's lines number the steps.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], and each query's tokens [G, n_selected].
-    stored: K in the basis P and V, [S - 1, D] each. P [D, D]: principal components of the keys, the
-    largest first."""
+    q [G, D], k and v [D]: after RoPE. stored: K in the basis P, and V, [S - 1, D] each. P [D, D]:
+    the principal components of the keys as columns, the largest first. -> the output [G, D], each
+    query's tokens [G, n_selected], and what is stored now."""
     # 2-4. Turn the new query and key into the basis P, which leaves full logits as they are (Lemma
     # 4.1), and append.
     q = q @ P
@@ -915,7 +984,7 @@ def loki_step(
 
 
 def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
-    """What is stored of S tokens, [S, ...] each: of S - 1 tokens `stored`, of the new one `new`."""
+    """Each tensor of `stored` [S - 1, ...], with the new token's part [...] behind it: [S, ...]."""
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
 
@@ -928,12 +997,12 @@ def rank_at(values: Tensor, fraction: float) -> Tensor:
 
 
 def rank_of(fraction: float, width: int) -> int:
-    """A fraction of so many dims, to the nearest but at least 1."""
+    """How many dims a fraction of `width` dims is: the nearest number, at least 1."""
     return max(1, round(fraction * width))
 
 
 def in_basis(x: Tensor, basis: Tensor) -> Tensor:
-    """Heads x [..., H, D] in the bases [..., Hkv, D, r] of their KV heads -> [..., H, r]."""
+    """Heads x [..., H, D], each times the basis of its KV head, [..., Hkv, D, r] -> [..., H, r]."""
     grouped = x.unflatten(-2, (basis.shape[-3], -1))
     return torch.einsum("...hgd,...hdr->...hgr", grouped, basis).flatten(-3, -2)
 
@@ -944,8 +1013,8 @@ class LokiCache(ScoringCache):
     def __init__(self, context: CacheContext, settings: LokiSettings, fitted: FittedLayer):
         c = context.config
         artifact = fitted.artifact
-        # Scores read d components: a fraction of D, or as many as hold a fraction of the keys'
-        # energy.
+        # Scores read d components: the fraction --d of D, or with --explained so many that they
+        # hold this fraction of the keys' variance.
         d = rank_of(settings.d, c.head_dim)
         if settings.explained:
             eigenvalues = artifact[f"{settings.basis}.eigenvalues"][fitted.i]  # [Hkv, D]
@@ -958,17 +1027,19 @@ class LokiCache(ScoringCache):
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
-        self.least_tokens = LEAST_TOKENS
+        self.least_tokens = LEAST_TOKENS  # of when it is made: tests set another
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.P)
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(row, length)
-        return in_basis(keys, self.P.mT), values
+        return in_basis(keys, self.P.mT), values  # P^T turns them back: P is orthogonal
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
-        """Line 5: a query head's logits on the d leading components; or a group's, as top-k has."""
+        """Line 5. Each query head scores for itself, by its logits on the d leading components:
+        [B, Hkv, G, S]. With --share group one score serves a group, [B, Hkv, 1, S]: the largest
+        attention weight that one of its heads gives, by the same components."""
         leading = q[..., : self.d]
         shares = self.settings.share == "group"
         rule = "largest" if shares else "each"
@@ -980,11 +1051,14 @@ class LokiCache(ScoringCache):
     def n_best(self, pos: Tensor) -> Tensor | None:
         if self.settings.k > 1:
             return None
-        length = (pos + 1).double()  # a fraction is of each row's own, as kept_tokens has it
+        # --k is a fraction of each row's own length. This is `kept_tokens`, on the device.
+        length = (pos + 1).double()
         return (self.settings.k * length).long().clamp(min=self.least_tokens)
 
     def bytes_read(self, length: int) -> int:
-        """d components of every key, then K and V of at most G k selected tokens a KV head."""
+        """d components of every key, then K and V of the selected tokens. Each of a KV head's G
+        query heads has a set of its own, so that it may be G times as many, if no token is in two
+        sets."""
         if self.settings.reduced:
             return DenseCache.bytes_read(self, length)
         sets = 1 if self.settings.share == "group" else self.config.group
@@ -995,13 +1069,15 @@ class LokiCache(ScoringCache):
 
 
 def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
-    """The `tensors` of a method: of each KV head bases [D, D] or other numbers [D], and others."""
+    """What a row of METHODS has as its `tensors`: of each name what the artifact holds of every KV
+    head, a matrix [D, D] if it is a basis, else numbers [D]. others: tensors of another shape."""
 
     def tensors(c: ModelConfig) -> Stored:
         numbers = (float, c.n_layers, c.n_kv_heads, c.head_dim)
+        matrices = (*numbers, c.head_dim)
         found = {}
         for name in names:
-            found[name] = (*numbers, c.head_dim) if "basis" in name else numbers
+            found[name] = matrices if "basis" in name else numbers
         return found | others
 
     return tensors
@@ -1057,27 +1133,30 @@ def kivi_step(
 
 
 def quantize(x: Tensor, bits: int, group: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Asymmetric codes of groups of numbers: of `group` channels of a token, as KIVI's values, or
-    with dim -2 of `group` tokens of a channel, as its keys.
+    """Codes of `bits` bits: a number is its group's minimum + scale * code. A group is `group`
+    channels of one token (dim -1, as KIVI's values have it), or `group` tokens of one channel
+    (dim -2, as its keys).
 
     x [..., S, D] -> codes [..., S, D * bits / 8] uint8 (`pack`), and the minimum and scale of each
     group in fp16, [..., S, D / group, 2] or with dim -2 [..., S / group, D, 2]."""
+    # [..., S, D / group, group], or with dim -2 [..., S / group, group, D]: a group lies along dim.
     grouped = x.float().unflatten(dim, (-1, group))
     low, high = grouped.aminmax(dim=dim, keepdim=True)
-    # Round the scale and minimum to what is stored first: the codes then belong to the stored
-    # values.
+    # Round the minimum and the scale to what is stored before they are used, so that the codes
+    # belong to the stored ones.
     low = as_fp16(low)
     scale = as_fp16((high - low.float()) / (2**bits - 1))
     step = torch.where(scale == 0, 1, scale.float())  # a constant group decodes to its minimum
     codes = ((grouped - low.float()) / step).round().clamp(0, 2**bits - 1)
-    packed = pack(codes.flatten(dim - 1, dim), bits)
+    packed = pack(codes.flatten(dim - 1, dim), bits)  # of [..., S, D] again
+    # Of a group along dim one pair is left. The pair is a new last dim, so dim is now dim - 1.
     return packed, torch.stack((low, scale), dim=-1).squeeze(dim - 1)
 
 
 def dequantize(
     codes: Tensor, min_and_scale: Tensor, bits: int, group: int, dtype: torch.dtype, dim: int = -1
 ) -> Tensor:
-    """The inverse: from codes, and the minimum and scale of each group, to x [..., S, D]."""
+    """The inverse of `quantize`: codes, and minimum and scale of each group -> x [..., S, D]."""
     grouped = unpack(codes, bits).float().unflatten(dim, (-1, group))
     low, scale = min_and_scale.float().unbind(-1)
     x = grouped * scale.unsqueeze(dim) + low.unsqueeze(dim)
@@ -1091,19 +1170,21 @@ def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) 
     """weights [B, H, G, S] fp32 times values in codes per token [B, H, S, D * bits / 8] ->
     [B, H, G, D].
 
-    There is a product for each run of channels that lie in one group and in one plane of the codes
-    (the same bits of neighbouring bytes)."""
-    low, scale = min_and_scale.to(weights.dtype).unbind(-1)  # [B, H, S, groups]
-    width = codes.shape[-1]  # bytes of a token, and channels of a plane
+    Over tokens s, sum of w_s (low_s + scale_s code_s) = w . low + (w scale) . code. `pack` puts
+    channel c into byte c % width, where it has the bits of plane c // width. So there is a product
+    for each run of channels that share both a group, with its low and scale, and a plane."""
+    low, scale = min_and_scale.to(weights.dtype).unbind(-1)  # [B, H, S, n_groups]
+    width = codes.shape[-1]  # bytes of a token, which is also the number of channels in a plane
+    D = width * 8 // bits
     n_groups = min_and_scale.shape[-2]
-    group = width * 8 // bits // n_groups  # channels
+    group = D // n_groups  # channels of a group
     run = math.gcd(group, width)
     parts = []
     for channel in range(0, group * n_groups, run):
         plane, byte = divmod(channel, width)
         i = channel // group
-        part = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
-        mixed = matmul_codes(weights * scale[:, :, None, :, i], part)
+        codes_of_run = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
+        mixed = matmul_codes(weights * scale[:, :, None, :, i], codes_of_run)
         parts.append(mixed + weights @ low[..., i, None])
     return torch.cat(parts, -1)
 
@@ -1111,25 +1192,28 @@ def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) 
 def channel_logits(q: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) -> Tensor:
     """q [B, H, G, D] times keys in codes per channel [B, H, S, D * bits / 8] -> [B, H, G, S] fp32.
 
-    q . (low + scale code) = q . low + (q scale) . code, a plane of the codes at a time."""
-    low, scale = min_and_scale.float().unbind(-1)  # [B, H, n, D], for n groups of 32 tokens
-    weights = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
-    groups = codes.unflatten(2, (-1, GROUP))  # [B, H, n, 32, D * bits / 8]
+    A group is n = S / 32 times 32 tokens, with a low and a scale for each channel. In a group
+    q . (low + scale code) = q . low + (q scale) . code. The second product goes plane by plane of
+    the codes (`pack`)."""
+    low, scale = min_and_scale.float().unbind(-1)  # [B, H, n, D]
+    q_scaled = q[:, :, None] * scale[:, :, :, None].to(q.dtype)  # [B, H, n, G, D]
+    codes_of_group = codes.unflatten(2, (-1, GROUP))  # [B, H, n, 32, D * bits / 8]
     n_planes = 8 // bits
-    weights_of_plane = weights.chunk(n_planes, -1)
-    coded = 0.0
+    q_of_plane = q_scaled.chunk(n_planes, -1)
+    of_codes = 0.0
     for i in range(n_planes):
-        plane = (groups >> (i * bits)) & (2**bits - 1)
-        coded = coded + (plane.to(q.dtype) @ weights_of_plane[i].mT).float()  # [B, H, n, 32, G]
-    of_group = (q.float() @ low.mT).mT  # [B, H, n, G]
-    return (coded + of_group[:, :, :, None]).flatten(2, 3).mT
+        plane = (codes_of_group >> (i * bits)) & (2**bits - 1)
+        of_codes = of_codes + (plane.to(q.dtype) @ q_of_plane[i].mT).float()  # [B, H, n, 32, G]
+    of_low = (q.float() @ low.mT).mT  # [B, H, n, G]: alike for the tokens of a group
+    return (of_codes + of_low[:, :, :, None]).flatten(2, 3).mT
 
 
 # ---- its stores
 
 
 class CodedStore(TokenStore):
-    """Codes of 2 or 4 bits (`quantize`), with a minimum and scale for 32 channels, or for fewer."""
+    """Codes of 2 or 4 bits (`quantize`), in `vectors`. A group of 32 channels (or all, of fewer)
+    shares a minimum and a scale, which lie side by side in `scale`."""
 
     group = GROUP  # channels that share them
 
@@ -1150,7 +1234,7 @@ class CodedStore(TokenStore):
         return quantize(x, self.bits, self.group)
 
     def min_and_scale(self, scale: Tensor) -> Tensor:
-        """The minimum and scale of each group [..., groups, 2], of what the buffer `scale` has."""
+        """What the buffer `scale` holds -> the minimum and scale of each group [..., groups, 2]."""
         return scale
 
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
@@ -1162,8 +1246,9 @@ class CodedStore(TokenStore):
 
 
 class ByToken:
-    """Makes the heads of one token lie side by side in a store's memory: [B, S, H, ...], which is
-    seen as [B, H, S, ...]. A step that attends chosen tokens then reads longer pieces."""
+    """Another order in memory for a store: the heads of a token side by side, [B, S, H, ...]. What
+    is seen is [B, H, S, ...] as ever. A step that attends chosen tokens then reads longer pieces.
+    (To be named before the store among a class's bases.)"""
 
     def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
         buffer = self.context.zeros(self.n_tokens, self.n_heads, *shape, dtype=dtype)
@@ -1171,7 +1256,7 @@ class ByToken:
 
 
 class ExactStore(ByToken, RingStore):
-    """Exact K or V of sinks and recent tokens, as `attend` takes them beside codes."""
+    """Exact K or V of sinks and recent tokens, which `attend` takes beside stores in codes."""
 
 
 def exact_stores(context: CacheContext, n_sinks: int, n_recent: int) -> nn.ModuleList:
@@ -1185,9 +1270,10 @@ def exact_stores(context: CacheContext, n_sinks: int, n_recent: int) -> nn.Modul
 class ChannelKeys(Store):
     """Keys quantised per channel in groups of 32 tokens, a block of R tokens at a time.
 
-    The keys of an unfinished block are exact, and lie in `ring` alone: token t of the row in slot t
-    % R. The slots that this block has not reached hold the last keys of the block before, as its
-    codes have them."""
+    The keys of an unfinished block are exact, and only in `ring`, which has R slots: token t is in
+    slot t % R. `attend` takes the ring for the row's last R tokens. So the slots that this block
+    has not reached yet must hold the last tokens of the block before. That block is full, so they
+    hold its keys as its codes give them."""
 
     kind = "channels"
 
@@ -1199,8 +1285,8 @@ class ChannelKeys(Store):
         self.bits = bits
         self.ring = ring
         self.R = ring.n_recent
-        self.n_tokens = -(-context.max_seq_length // self.R) * self.R
-        # Codes, and minimum and scale: 32 bits for 32 numbers.
+        self.n_tokens = -(-context.max_seq_length // self.R) * self.R  # whole blocks
+        # The minimum and scale of a group add 32 bits to 32 numbers: one bit each.
         self.token_bytes = n_heads * width * (bits + 1) / 8
         codes = context.zeros(n_heads, self.n_tokens, width * bits // 8, dtype=torch.uint8)
         pairs = context.zeros(n_heads, self.n_tokens // GROUP, width, 2, dtype=torch.float16)
@@ -1216,32 +1302,36 @@ class ChannelKeys(Store):
         return dequantize(codes, min_and_scale, self.bits, GROUP, self.context.dtype, dim=-2)
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
-        # Go on with the unfinished block, whose keys fill the ring from slot 0 on.
+        # Go on with the unfinished block, whose exact keys are the first slots of the ring.
         first = start // self.R * self.R
-        begun = self.ring.vectors[row, :, : start - first].transpose(0, 1)
-        x = torch.cat((begun, x))
+        unfinished = self.ring.vectors[row, :, : start - first].transpose(0, 1)
+        x = torch.cat((unfinished, x))
         self.ring.write_prompt(row, first, x)
+        # Full blocks become codes.
         n_coded = len(x) // self.R * self.R
+        stop = first + n_coded
         codes, pairs = self.encode(x[:n_coded].transpose(0, 1))
-        self.codes[row, :, first : first + n_coded] = codes
-        self.min_and_scale[row, :, first // GROUP : (first + n_coded) // GROUP] = pairs
-        if n_coded:
-            # The last full block fills the ring from slot 0 on; the keys after it lie there now.
-            last_codes = codes[:, -self.R :]
-            last_pairs = pairs[:, -self.R // GROUP :]
-            block = self.decode(last_codes, last_pairs)  # [Hkv, R, width]
-            n_begun = len(x) - n_coded
-            self.ring.vectors[row, :, n_begun:] = block[:, n_begun:]
+        self.codes[row, :, first:stop] = codes
+        self.min_and_scale[row, :, first // GROUP : stop // GROUP] = pairs
+        # The slots that the new unfinished block has not reached get the decoded block before it.
+        if n_coded > 0:
+            n_groups = self.R // GROUP
+            block = self.decode(codes[:, -self.R :], pairs[:, -n_groups:])  # [Hkv, R, width]
+            n_unfinished = len(x) - n_coded
+            self.ring.vectors[row, :, n_unfinished:] = block[:, n_unfinished:]
 
     def write_token(self, pos: Tensor, x: Tensor) -> None:
         self.ring.write_token(pos, x)
-        # The block is encoded at every step, and read once it is full: a condition would have to
-        # ask the host. The ring is taken as it lies in memory, since a compiled step would copy it
+        # The block is encoded in every step, since to ask whether it is full would be to wait for
+        # the host. Its codes are read only when it is: until then the ring counts.
+        # The ring is taken as it lies in memory, [B, R, Hkv, width]: a compiled step would copy it
         # otherwise.
-        ring = self.ring.vectors.transpose(1, 2)  # [B, R, Hkv, width]
+        ring = self.ring.vectors.transpose(1, 2)
         codes, pairs = self.encode(ring.transpose(1, 2))  # [B, Hkv, R or R / 32, ...]
+        # When the block is full, its keys in the ring become what the codes give.
         is_full = (pos % self.R == self.R - 1)[:, None, None, None]
         ring.copy_(torch.where(is_full, self.decode(codes, pairs).transpose(1, 2), ring))
+        # Where the codes go: the block's tokens [B, R], and its groups [B, R / 32].
         row = self.context.rows[:, None]
         first = (pos // self.R * self.R)[:, None]
         tokens = first + torch.arange(self.R, device=pos.device)
@@ -1255,9 +1345,6 @@ class ChannelKeys(Store):
     def logits(self, q: Tensor) -> Tensor:
         logits = channel_logits(q, self.codes, self.min_and_scale, self.bits)
         return logits[..., : self.context.max_seq_length]
-
-    def kernel_form(self) -> list[Tensor | None]:
-        return [self.codes, self.min_and_scale]
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         n_groups = -(-length // GROUP)
@@ -1286,7 +1373,7 @@ class KiviCache(DenseCache):
         self.exact = exact
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
-        super().write_prompt(row, start, k, v)  # the exact keys, too: they are the keys' ring
+        super().write_prompt(row, start, k, v)  # which writes exact keys: they are the keys' ring
         self.exact[1].write_prompt(row, start, v)
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
@@ -1395,9 +1482,12 @@ def sals_step(
     """One decode step of SALS as published (Algorithm 1, whose lines number the steps), for one
     sequence.
 
-    q [Hq, D], k and v [Hkv, D]: before RoPE -> output [Hq, D], and the tokens attended [n]. U
-    [Hkv*D, r]: the leading eigenvectors of keys; rope(x, positions) rotates x [n, H, D].
-    Sinks and recent tokens are exact here; the paper compresses the last ones by half (ours)."""
+    q [Hq, D], k and v [Hkv, D]: before RoPE. U [Hkv*D, r]: the leading eigenvectors of keys.
+    r_score: the paper's r*. bits: of a value's code. rope(x, positions) rotates x [n, H, D]. -> the
+    output [Hq, D], the tokens attended [n], and what is stored now.
+
+    Sinks and recent tokens are exact here (ours); the paper compresses both, recent ones by
+    half."""
     n_sinks, n_selected, n_recent = budget
     Hkv, D = k.shape
     S = len(stored.latents) + 1
@@ -1484,10 +1574,12 @@ def sals_step_ours(
     """The same step as it runs by default, for one sequence: what we changed is in steps 2, 3, 4
     and 6.
 
-    q [Hq, D], k and v [Hkv, D]: before RoPE; the weights W_V and W_O have rotate_values' rotation
-    -> output [Hq, D], and the tokens attended [n]. rope(x, positions) rotates x [n, H, D]. blocks:
-    the mean rotation of each block of tokens, for scores (mean_rotations); mean_blocks: those for
-    the mean key's part, which are blocks, or of each token its own where keys have a bias."""
+    q [Hq, D], k and v [Hkv, D]: before RoPE; v and the output are in the basis of `rotate_values`,
+    which W_V and W_O have. rope(x, positions) rotates x [n, H, D]. Scores turn queries back by two
+    sets of rotations. blocks: the mean rotation of each block of tokens (`mean_rotations`), for
+    what latents say of a key. mean_blocks: for the mean key; the same, or where keys have a bias,
+    so that the mean key is large, each token's own rotation. -> the output [Hq, D], the tokens
+    attended [n], and what is stored now."""
     n_sinks, n_selected, n_recent = budget
     Hkv, D = k.shape
     G = len(q) // Hkv
@@ -1551,7 +1643,8 @@ SCORE_BLOCK = 512
 
 @functools.lru_cache
 def random_rotation(*sizes: int) -> Tensor:
-    """A fixed random rotation of consecutive parts of so many dims (ours). It spreads energy."""
+    """A fixed random rotation (ours), which makes the dims of a vector about equally large. Given
+    several sizes, it rotates consecutive parts of a vector, each for itself: block-diagonal."""
     seeded = torch.Generator().manual_seed(0)
     parts = []
     for n in sizes:
@@ -1574,12 +1667,13 @@ def rotate_values(attention: Attention, c: ModelConfig) -> None:
 
 
 def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
-    """What multiplies the dims of a latent beyond r*, so that quantize_mixed's 4-bit codes fit them
-    (ours).
+    """The factor for the dims of a latent beyond r*, by which both its parts need about the same
+    scale (ours), since `quantize_mixed` has one for both.
 
-    values [Hkv*D]: the mean squares of a latent's dims. The codes' unit is the int8 dims' largest
-    number over 127; the largest of n normal numbers is on the mean below sqrt(2 ln 2n)
-    deviations."""
+    values [Hkv*D]: the mean square of each dim of a latent. The int8 part needs the scale
+    `largest / 127`, where the largest of n normal numbers is about sqrt(2 ln 2n) deviations. The
+    4-bit part needs the scale at which its levels, 8 scales apart, are LEVELS_APART deviations
+    apart."""
     int8_deviation = values[:r_score].mean().sqrt()
     int4_deviation = values[r_score:r].mean().sqrt()
     unit = int8_deviation * (math.sqrt(2 * math.log(2 * r_score)) / 127)
@@ -1588,14 +1682,17 @@ def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
 
 
 def quantize_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """A basis [Hkv, D, r] in int8 codes (ours), and scales [Hkv, D, 1], alike in a RoPE pair."""
+    """A basis [Hkv, D, r] in int8 codes (ours), and a scale for each of its rows [Hkv, D, 1], the
+    same for the two dims of a RoPE pair, so that a key can be rotated before it is scaled."""
     pairs = basis.unflatten(1, (2, -1))  # [Hkv, 2, D/2, r]
     codes, scale = kernels.quantize_int8(pairs, (1, 3))
     return codes.flatten(1, 2), scale.expand(-1, 2, -1, -1).flatten(1, 2)
 
 
 def spread_levels(scale: Tensor, bits: int) -> Tensor:
-    """quantize_spread's scales [...] as `dequantize` takes them: of one group [..., 1, 2]."""
+    """The scales [...] of `quantize_spread` as `dequantize` takes them: minimum and scale of one
+    group [..., 1, 2]. A spread code stands for (2 code - top) scale, with top = 2**bits - 1. So the
+    minimum is -top scale, and the step between levels is 2 scale."""
     scale = scale.float()
     return torch.stack(((1 - 2**bits) * scale, 2 * scale), -1)[..., None, :]
 
@@ -1622,8 +1719,9 @@ def paper_basis(
 def sals_layer_maps(
     c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device: torch.device
 ) -> SalsMaps:
-    """Layer i's maps: S U_r and S^-1 U_r of keys S (k - mean), rotated and scaled for codes, `up`
-    as its int8 codes hold it."""
+    """Layer i's maps (docs/methods.md, "maps"): down = S U_r M gain and up = S^-1 U_r M gain^-1. S
+    weighs the dims of a key as queries do, and U_r has the leading directions of S (k - mean). M
+    and the gain suit a latent to its codes. `up` has the numbers that its own int8 codes give."""
     r, r_score = settings.ranks(c)
     U_r = leading_basis(c, settings, artifact, f"{i}.query_basis", device)
     S = artifact["scale"][i].to(device)[:, None]
@@ -1640,10 +1738,10 @@ def sals_layer_maps(
 
 
 def mean_rotations(context: CacheContext) -> Rotations:
-    """Of each block of SCORE_BLOCK positions the mean cos and sin over its tokens (ours).
+    """The mean cos and sin of each block of SCORE_BLOCK positions (ours).
 
-    A cache may end within its last block. The mean is over the whole block even so: what a row
-    attends then does not depend on how many tokens there is room for."""
+    A cache may end within its last block. The mean is over the whole block even then, so that what
+    a row attends does not depend on how many tokens the cache has room for."""
     n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
     cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
     mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
@@ -1652,15 +1750,16 @@ def mean_rotations(context: CacheContext) -> Rotations:
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
-    """The one query [..., 1, r*] whose logits are the sums of all heads' (paper, sec. 4.3), of q
-    [..., Hq, D] before RoPE, in the basis U_r* [Hkv*D, r*]. The heads of a group share their
-    keys."""
+    """The one query whose logits are the sums of all heads' logits (paper, sec. 4.3): q
+    [..., Hq, D] before RoPE, in the basis U_r* [Hkv*D, r*] -> [..., 1, r*]. The heads of a group
+    have the same keys, so their queries are summed first."""
     of_group = q.unflatten(-2, (n_kv_heads, -1)).sum(-2)  # [..., Hkv, D]
     return of_group.flatten(-2)[..., None, :] @ basis
 
 
 def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
-    """The layers that attend all in KIVI's 4-bit codes (ours): to rebuild keys takes longer."""
+    """The layers that have KIVI's 4-bit codes in the place of latents (ours): those of --skip. They
+    attend all tokens, and would have to rebuild all keys in each step."""
     if settings.variant == "paper" or has_few_key_dims(c):
         return set()
     return skipped_layers(settings, c.n_layers)
@@ -1669,8 +1768,9 @@ def kivi_layers(c: ModelConfig, settings: SalsSettings) -> set[int]:
 def fold_sals(
     attention: Attention, c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int
 ) -> Attention:
-    """Layer i's attention, with values rotated for our codes. Where q and k have no norms, wqkv
-    gets rows that make the latents of keys, and for --score sum of the queries."""
+    """Layer i's attention with what SALS folds into it: the rotation of values (ours alone), and
+    rows of wqkv that make latents. Where q and k have norms there are no such rows: a norm comes
+    between W_k and the key, so the cache itself makes the latent (`SalsCache.latent`)."""
     device = attention.wqkv.weight.device
     if settings.variant == "paper":
         if not c.qk_norm:
@@ -1695,25 +1795,26 @@ def add_latent_rows(
     up: Tensor,
     mean: Tensor | None,
 ) -> None:
-    """Adds to wqkv the rows down^T W_k, and for --score sum up^T of the queries summed over groups,
-    on the r* leading dims: down, up [Hkv*D, r]. Biases fold alike, and take off the mean key
-    [Hkv*D]."""
+    """Adds rows to wqkv: down^T W_k, which make a token's latent, and for --score sum
+    up[:, :r*]^T (sum of a group's W_q), which make the query that scores. down, up [Hkv*D, r]. A
+    bias gets the same rows. It also takes off the mean key [Hkv*D], as the latent's bias."""
     linear = attention.wqkv
     sums_queries = settings.score == "sum" and i not in skipped_layers(settings, c.n_layers)
-    _, r_score = settings.ranks(c)
+    r, r_score = settings.ranks(c)
     if linear.bias is None and mean is not None:
         linear.bias = nn.Parameter(linear.weight.new_zeros(sum(attention.widths)), False)
-    for name, parameter in list(linear.named_parameters()):
+    for name, parameter in list(linear.named_parameters()):  # the weight, and the bias if any
         q, k, _ = parameter.float().split(attention.widths)
         if name == "bias" and mean is not None:
             k = k - mean
-        rows = [down.T @ k]
+        rows = [parameter, (down.T @ k).to(parameter.dtype)]
         if sums_queries:
             summed = q.unflatten(0, (c.n_kv_heads, c.group, -1)).sum(1).flatten(0, 1)
-            rows.append(up[:, :r_score].T @ summed)
-        stacked = torch.cat([parameter, *[part.to(parameter.dtype) for part in rows]])
-        setattr(linear, name, nn.Parameter(stacked, False))
-    attention.widths = [*attention.widths, *map(len, rows)]
+            rows.append((up[:, :r_score].T @ summed).to(parameter.dtype))
+        setattr(linear, name, nn.Parameter(torch.cat(rows), False))
+    attention.widths = [*attention.widths, r]
+    if sums_queries:
+        attention.widths.append(r_score)
     linear.out_features = sum(attention.widths)
 
 
@@ -1747,10 +1848,11 @@ class MixedStore(TokenStore):
 
 
 class ScaledStore(CodedStore):
-    """Codes of 2 or 4 bits (`quantize_spread`), with one scale for an evenly spread vector."""
+    """Codes of 2 or 4 bits with one scale a vector (`quantize_spread`), for vectors whose numbers
+    are about equally large: one group has all channels."""
 
     kind = "spread"
-    group = math.inf  # all of a vector
+    group = math.inf
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return super().layout() | {"scale": ((), torch.float16)}
@@ -1763,36 +1865,39 @@ class ScaledStore(CodedStore):
 
 
 class SalsValues(ByToken, ScaledStore):
-    """Our values: a step attends few tokens, and of each all heads."""
+    """The values of our step, by token: it attends few tokens, but all heads of each."""
 
 
 class PaperSalsValues(ByToken, CodedStore):
-    """The paper's values."""
+    """The values of the paper's step, by token for the same reason."""
 
 
 class RebuiltBasis(NamedTuple):
-    """The basis [Hkv, DP, r] of rebuilt keys, its scale and the bias in units of it [Hkv, DP, 1],
-    as kernels.launch_attend_latents takes them: RoPE pairs side by side."""
+    """What rebuilds keys from latents, as `kernels.launch_attend_latents` takes it."""
 
-    basis: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
+    basis: Tensor  # [Hkv, DP, r]: in int8 codes, or in the cache's dtype
+    scale: Tensor | None  # [Hkv, DP, 1] of the codes
+    bias: Tensor | None  # [Hkv, DP, 1], divided by the scale
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """x [Hkv, D, n] with the two dims of a RoPE pair side by side."""
-    return kernels.interleave_rope(x.flatten(0, 1), len(x))
+    """x [Hkv, D, n] -> [Hkv, DP, n] as the kernel takes it: the two dims of a RoPE pair side by
+    side, and zeros up to DP, a power of two."""
+    return kernels.interleave_rope(x.flatten(0, 1), n_kv_heads=len(x))
 
 
 class RebuiltKeys(nn.Module):
-    """Keys RoPE(latent basis^T + bias), rebuilt where they are read, of a store of latents that all
-    heads share or each has of its own. It has the methods of a store that `attend` calls, and no
-    buffers."""
+    """Keys that are not stored: each is rebuilt from its token's latent where it is read, as
+    RoPE(latent basis^T + bias).
+
+    `attend` and `Cache.past` use it as they use a store of keys. It is no `Store`, since it has no
+    buffers and nothing is written to it: a cache writes to the store of latents."""
 
     kind = "latents"
 
     def __init__(self, latents: TokenStore, basis: Tensor, bias: Tensor | None):
-        """latents [B, 1 or Hkv, S, r]; basis [Hkv, D, r]; bias [Hkv, D], or None."""
+        """latents: a store of one head, if all heads share a latent, or of Hkv; width r. basis
+        [Hkv, D, r]; bias [Hkv, D], or None."""
         super().__init__()
         self.latents = latents
         self.context = latents.context
@@ -1801,11 +1906,7 @@ class RebuiltKeys(nn.Module):
         if self.context.kernel:
             self.kernel_basis = self.for_kernel(basis)
 
-    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
-        bias = None
-        if self.bias is not None:
-            bias = interleaved(self.bias.float()[..., None])
-        return RebuiltBasis(interleaved(self.basis), None, bias)
+    # In PyTorch
 
     def rebuilt(self, latents: Tensor) -> Tensor:
         """Keys before RoPE [..., Hkv, n, D] of latents [..., 1 or Hkv, n, r]."""
@@ -1815,48 +1916,70 @@ class RebuiltKeys(nn.Module):
         return keys + self.bias[:, None]  # which may be in fp32
 
     def read(self, index: Tensor) -> Tensor:
-        in_line = index.flatten(2)  # [B, 1 or H, G * n]
-        keys = self.rebuilt(self.latents.read(in_line[:, :, None])[:, :, 0])
-        keys = self.context.rope(keys[..., None, :], in_line)[..., 0, :]
-        return keys.to(self.context.dtype).unflatten(2, index.shape[2:])
+        G, n = index.shape[2:]
+        positions = index.flatten(2)  # [B, 1 or H, G * n]
+        latents = self.latents.read(positions[:, :, None])[:, :, 0]  # [B, 1 or H, G * n, r]
+        keys = self.rebuilt(latents)  # [B, Hkv, G * n, D]
+        # `rope` wants heads after tokens. Here they come before, so each token has one head there.
+        keys = self.context.rope(keys[..., None, :], positions)[..., 0, :]
+        return keys.to(self.context.dtype).unflatten(2, (G, n))
 
     def read_all(self) -> Tensor:
-        keys = self.rebuilt(self.latents.read_all())
-        return self.context.rope_from(keys[..., None, :], 0)[..., 0, :].to(self.context.dtype)
+        keys = self.rebuilt(self.latents.read_all())  # [B, Hkv, S, D]
+        keys = self.context.rope_from(keys[..., None, :], 0)[..., 0, :]
+        return keys.to(self.context.dtype)
 
     def of_row(self, row: int, length: int) -> Tensor:
-        keys = self.rebuilt(self.latents.of_row(row, length).transpose(0, 1)).transpose(0, 1)
+        latents = self.latents.of_row(row, length)  # [length, 1 or Hkv, r]
+        keys = self.rebuilt(latents.transpose(0, 1)).transpose(0, 1)  # [length, Hkv, D]
         return self.context.rope_from(keys, 0).to(self.context.dtype)
 
     def logits(self, q: Tensor) -> Tensor:
         return q @ self.read_all().mT
 
-    def latent_parts(self) -> list[Tensor | None]:
-        """The latents of each head, their scale and their 4-bit dims, as the kernel takes them."""
-        parts = []
-        for part in self.latents.parts():
-            parts.append(part.expand(-1, len(self.basis), *part.shape[2:]))
-        while len(parts) < 3:
-            parts.append(None)  # latents that are no codes
-        return parts
+    # For the kernel
+
+    def for_kernel(self, basis: Tensor) -> RebuiltBasis:
+        """The basis [Hkv, D, r] and the bias as the kernel takes them."""
+        bias = None
+        if self.bias is not None:
+            bias = interleaved(self.bias.float()[..., None])
+        return RebuiltBasis(interleaved(basis.to(self.context.dtype)), None, bias)
+
+    def latent_parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The latents as the kernel takes them: their numbers, or int8 codes [B, Hkv, S, *]; and of
+        codes the scale [B, Hkv, S] and the 4-bit dims [B, Hkv, S, *]."""
+        return self.of_each_head(self.latents.vectors), None, None
+
+    def of_each_head(self, x: Tensor) -> Tensor:
+        """x [B, 1 or Hkv, S, ...] seen as [B, Hkv, S, ...]: heads that share a latent see it."""
+        Hkv = len(self.basis)
+        return x.expand(-1, Hkv, *x.shape[2:])
 
 
 class CodedRebuiltKeys(RebuiltKeys):
-    """Keys rebuilt of latents in codes (MixedStore): the kernel takes the basis in int8, too."""
+    """Keys rebuilt from latents in codes (MixedStore). For these the kernel has the basis in int8
+    codes, too, so that it multiplies int8 numbers."""
 
     def for_kernel(self, basis: Tensor) -> RebuiltBasis:
         codes, scale = quantize_basis(basis)
         bias = self.bias.float()[..., None] / scale
         return RebuiltBasis(interleaved(codes), interleaved(scale), interleaved(bias))
 
+    def latent_parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        codes, scale, int4_dims = self.latents.parts()
+        return self.of_each_head(codes), self.of_each_head(scale), self.of_each_head(int4_dims)
+
 
 # ---- the caches of both variants
 
 
 class SalsCache(Cache):
-    """Our step for a batch: latents of keys before RoPE and values, both in codes, of every token;
-    a few exact ones. A sparse layer attends x + y + z tokens. Others attend all, and have no exact
-    sinks."""
+    """Our step for a batch. Of every token a latent of its keys before RoPE, and its values, both
+    in codes; of sinks and recent tokens exact keys and values, too.
+
+    A sparse layer attends x + y + z tokens. Another attends all: its exact tokens are then the last
+    ones alone (`attend` without an index), so it has no exact sinks."""
 
     def __init__(
         self,
@@ -1867,8 +1990,8 @@ class SalsCache(Cache):
         blocks: Rotations,
         mean_blocks: Rotations,
     ):
-        """blocks: the rotations by which scores turn a query back; mean_blocks: those for the mean
-        key, which are blocks, or each token's own if keys have a bias."""
+        """blocks and mean_blocks: the rotations by which scores turn a query back, as
+        `sals_step_ours` has them."""
         super().__init__(context)
         c = context.config
         r, r_score = settings.ranks(c)
@@ -1877,10 +2000,9 @@ class SalsCache(Cache):
         self.r_score = r_score
         self.blocks = blocks
         self.mean_blocks = mean_blocks
-        # weights, not cache
+        # Weights, not cache: for scores, and for latents where wqkv makes none (fold_sals).
         self.up = maps.up[:, :r_score].to(context.dtype).contiguous()
         self.mean = maps.mean
-        # Without q and k norms, wqkv makes the latents (fold_sals).
         self.down = maps.down.to(context.dtype) if c.qk_norm else None
         self.mean_latent = (maps.mean @ maps.down).to(context.dtype)
         # cache
@@ -1894,10 +2016,11 @@ class SalsCache(Cache):
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
-        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        """The latents [n, r]: what wqkv made of the tokens, or made here of k [n, Hkv, D] before
+        RoPE."""
         if projected:
             return projected[0]
-        return k.flatten(1) @ self.down - self.mean_latent
+        return k.flatten(1) @ self.down - self.mean_latent  # (k - mean) down
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
@@ -1913,11 +2036,12 @@ class SalsCache(Cache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
-        """A score of every token [B, 1, 1, S]: the sum over heads of their attention weights
-        (ours).
+        """A score of every token [B, 1, 1, S], the sum over heads of their attention weights
+        (ours), from the r* leading dims of latents.
 
-        q [B, Hq, D]: before RoPE; q_rotated: after; projected: the query that wqkv made, if scores
-        use one."""
+        q [B, Hq, D]: before RoPE, which --score sum uses; q_rotated: after it. projected: the query
+        that wqkv made for --score sum."""
+        # A latent-space query for each block of tokens, and the mean key's logit for each block.
         queries, query_scale, mean_logit = kernels.block_queries(
             q_rotated,
             self.blocks.cos,
@@ -1927,7 +2051,7 @@ class SalsCache(Cache):
             coded=True,
             kernel=self.kernel,
         )
-        if self.mean_blocks.tokens < self.blocks.tokens:
+        if self.mean_blocks.tokens < self.blocks.tokens:  # but for each token, where it is large
             mean_logit = mean_logits(
                 q_rotated, self.mean_blocks.cos, self.mean_blocks.sin, self.mean
             )
@@ -1985,7 +2109,8 @@ class SumScoreSalsCache(SalsCache):
     """Our stores, with the paper's scores (`--score sum`)."""
 
     def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
-        """The sums of all heads' logits, without RoPE. The mean key counts alike for all tokens."""
+        """The sums of all heads' logits, without RoPE. The mean key, which would add the same to
+        every token's score, is left out."""
         if projected:
             query = projected[0][:, None]  # [B, 1, r*]
         else:
@@ -2002,8 +2127,9 @@ class SumScoreSalsCache(SalsCache):
 
 
 class PaperSalsCache(Cache):
-    """The published step for a batch: latents of keys before RoPE in 16 bits, and values in codes
-    of groups. The x first and z last tokens are exact, which the paper compresses by half."""
+    """The published step for a batch: of every token a latent of its keys before RoPE, in 16 bits,
+    and its values in codes of groups. The x first and z last tokens are exact, too (ours; see
+    `sals_step`)."""
 
     def __init__(self, context: CacheContext, settings: SalsSettings, is_sparse: bool, U_r: Tensor):
         """U_r [Hkv*D, r]: of paper_basis. A layer that is not sparse attends every token."""
@@ -2027,7 +2153,8 @@ class PaperSalsCache(Cache):
         self.exact = exact_stores(context, n_sinks, self.budget.n_recent)
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
-        """k [n, Hkv, D] before RoPE, or what wqkv made of it -> latents [n, r]."""
+        """The latents [n, r]: what wqkv made of the tokens, or made here of k [n, Hkv, D] before
+        RoPE."""
         if projected:
             return projected[0]
         return k.flatten(1) @ self.U
@@ -2102,8 +2229,9 @@ def bytes_read_of_all(cache: SalsCache | PaperSalsCache, length: int) -> int:
 
 
 def bytes_read_of_sparse(cache: SalsCache | PaperSalsCache, length: int, scored: int) -> int:
-    """Paper, sec. 4.5, with the values' true size: `scored` bytes of every token, then every
-    attended token once. Not what a step computes, such as the blocks' queries."""
+    """Bytes that a step reads in a sparse layer (paper, sec. 4.5, with the true size of values):
+    `scored` bytes of every token, then every attended token once. What a step itself computes, such
+    as the queries of blocks, does not count."""
     n_sinks, n_selected, n_recent = cache.budget
     recent = min(n_recent, length)
     chosen = min(n_sinks + n_selected, length - recent)
@@ -2193,8 +2321,9 @@ class LrqkFactors(NamedTuple):
 def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> LrqkFactors:
     """A prompt's factors as published (Algorithm 1, all lambda = 1), after LRQK_STEPS rounds.
 
-    Since A_Q is always Q W_Q, and A_K is K W_K, the rounds need only G_Q = Q^T Q and G_K = K^T K
-    [Hkv, D, D]. columns [Hkv, D]: the sums of |Q| and |K|."""
+    A_Q is always Q W_Q for some W_Q, and A_K is K W_K. So the rounds find W_Q and W_K, for which
+    they need Q and K only as G_Q = Q^T Q and G_K = K^T K: gram_q, gram_k [Hkv, D, D]. columns
+    [Hkv, D]: the sums of |Q| and |K|."""
     # 1. A_Q and A_K start as the r columns of the largest sums ("topcol").
     eye = torch.eye(columns.shape[-1], dtype=columns.dtype, device=columns.device)
     w_q = eye[columns.topk(r).indices].mT
@@ -2204,16 +2333,23 @@ def lrqk_prompt(gram_q: Tensor, gram_k: Tensor, columns: Tensor, r: int) -> Lrqk
         # 3, 4. B_Q and B_K, by least squares.
         b_q = lrqk_base(w_q, gram_q)
         b_k = lrqk_base(w_k, gram_k)
-        # 5. A_K, then 6. A_Q with the new A_K.
-        w_k = spd_solve(w_q.mT @ gram_q @ w_q + b_k @ b_k.mT, (gram_q @ w_q + b_k.mT).mT).mT
-        w_q = spd_solve(w_k.mT @ gram_k @ w_k + b_q @ b_q.mT, (gram_k @ w_k + b_q.mT).mT).mT
+        # 5. A_K makes ||Q K^T - A_Q A_K^T||^2 + ||K - A_K B_K||^2 least, which W_K does with
+        # W_K (A_Q^T A_Q + B_K B_K^T) = G_Q W_Q + B_K^T.
+        left = w_q.mT @ gram_q @ w_q + b_k @ b_k.mT
+        right = gram_q @ w_q + b_k.mT
+        w_k = spd_solve(left, right.mT).mT
+        # 6. A_Q likewise, with the new A_K.
+        left = w_k.mT @ gram_k @ w_k + b_q @ b_q.mT
+        right = gram_k @ w_k + b_q.mT
+        w_q = spd_solve(left, right.mT).mT
 
     # Fitted once more to the final A_Q and A_K, as in the released code.
     return LrqkFactors(w_q, w_k, lrqk_base(w_q, gram_q), lrqk_base(w_k, gram_k))
 
 
 def lrqk_base(w: Tensor, gram: Tensor) -> Tensor:
-    """B [..., r, D], the least squares of X ~ A B with A = X W (Eq. 6); gram is X^T X."""
+    """B [..., r, D] that makes ||X - A B||^2 least (Eq. 6), where A = X W, w [..., D, r], and gram
+    is X^T X [..., D, D]."""
     return spd_solve(w.mT @ gram @ w, w.mT @ gram)
 
 
@@ -2230,9 +2366,9 @@ def lrqk_step(
     """One decode step of LRQK as published (Algorithm 2, whose lines number the steps), for one KV
     head.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored, the new
-    bases. stored: A_K [S - 1, r], K and V [S - 1, D]. bases: B_Q and B_K [r, D]. omega: the tokens
-    that the last step attended. n_selected is the paper's k."""
+    q [G, D], k and v [D]: after RoPE. stored: A_K [S - 1, r], K and V [S - 1, D]. bases: B_Q and
+    B_K [r, D]. omega: the tokens that the last step attended. n_selected: the paper's k. -> the
+    output [G, D], the tokens attended, what is stored now, and the new bases."""
     b_q, b_k = bases
     a_k, keys, values = stored
 
@@ -2271,9 +2407,10 @@ def lrqk_step_ours(
 ) -> tuple[Tensor, Tensor, tuple]:
     """The same step as it runs by default, for one KV head.
 
-    q [G, D], k and v [D]: after RoPE -> output [G, D], the tokens attended, what is stored: A_K
-    [S, r], K and V [S, D]. w_q, w_k [D, r]: the prompt's best projections (lrqk_optimum), which
-    stay. A step does not refit them, and so needs nothing of omega before it selects."""
+    q [G, D], k and v [D]: after RoPE. stored: A_K [S - 1, r], K and V [S - 1, D]. w_q, w_k [D, r]:
+    the prompt's best projections (`lrqk_optimum`). No step changes them, so a step needs nothing of
+    the last one's omega before it selects. -> the output [G, D], the tokens attended, and what is
+    stored now."""
     # 1-7. The new token's proxies are products. 8. Append.
     q_hat = q @ w_q
     a_k, keys, values = appended(stored, k @ w_k, k, v)
@@ -2299,32 +2436,40 @@ def lrqk_step_ours(
 def lrqk_refit(
     q: Tensor, k: Tensor, b_q: Tensor, b_k: Tensor, a_near: Tensor, k_near: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Alg. 2, lines 1-7, all lambda = 1: q^ [..., G, r], k^ [..., 1, r] and the new B_Q, B_K.
+    """Algorithm 2, lines 1 to 7, all lambda = 1 -> q^ [..., G, r], k^ [..., 1, r], and the new B_Q
+    and B_K.
 
-    q [..., G, D], k [..., 1, D]; B_Q, B_K [..., r, D]; a_near [..., n, r], k_near [..., n, D]: A_K
-    and K of omega, a_near zero where there is no token. The G queries share B_Q: Eq. 9 to 11 sum
-    over them."""
+    q [..., G, D], k [..., 1, D]; b_q, b_k [..., r, D]: B_Q and B_K. a_near [..., n, r], k_near
+    [..., n, D]: A_K and K of omega; a_near is zero where there is no token. The G queries share
+    B_Q, so Eq. 9 to 11 sum over them."""
+    # With s = q . k, the best q^ for a given k^ makes least
+    #     ||q^ B_Q - q||^2 + ||q^ A_near^T - q K_near^T||^2 + (q^ . k^ - s)^2,
+    # which is q^ (left_q + k^^T k^) = right_q + s k^. The best k^ for a given q^ makes least
+    #     ||k^ B_K - k||^2 + (q^ . k^ - s)^2, summed over the G queries.
     s = q @ k.mT  # [..., G, 1]
-    gram_b = b_k @ b_k.mT
-    k_b = k @ b_k.mT
-    m_r = b_q @ b_q.mT + a_near.mT @ a_near
-    m_l = q @ b_q.mT + (q @ k_near.mT) @ a_near
-    k_hat = spd_solve(gram_b, k_b.mT).mT
+    left_k = b_k @ b_k.mT
+    right_k = k @ b_k.mT
+    left_q = b_q @ b_q.mT + a_near.mT @ a_near
+    right_q = q @ b_q.mT + (q @ k_near.mT) @ a_near
+
+    k_hat = spd_solve(left_k, right_k.mT).mT  # at first without q^
     for _ in range(LRQK_STEPS):
-        q_hat = spd_solve(m_r + k_hat.mT @ k_hat, (m_l + s * k_hat).mT).mT
-        total = k_b + (s * q_hat).sum(-2, keepdim=True)
-        k_hat = spd_solve(gram_b + q_hat.mT @ q_hat, total.mT).mT
+        q_hat = spd_solve(left_q + k_hat.mT @ k_hat, (right_q + s * k_hat).mT).mT
+        right = right_k + (s * q_hat).sum(-2, keepdim=True)
+        k_hat = spd_solve(left_k + q_hat.mT @ q_hat, right.mT).mT
     return q_hat, k_hat, lrqk_gradient_step(b_q, q_hat, q), lrqk_gradient_step(b_k, k_hat, k)
 
 
 def lrqk_gradient_step(b: Tensor, x_hat: Tensor, x: Tensor) -> Tensor:
-    """B [..., r, D] after one gradient step on ||x^ B - x||^2, as long as is best (Eq. 10, 11), of
-    x^ [..., G, r], x [..., G, D]. One row (G = 1) is then reproduced, by the least change."""
+    """B [..., r, D] after one gradient step on ||x^ B - x||^2, of the length that makes it least
+    (Eq. 10, 11): x_hat [..., G, r], x [..., G, D]. If G = 1 then x^ B is x afterwards, and B has
+    changed as little as it can."""
     residual = x_hat @ b - x
     gradient = x_hat.mT @ residual
-    moved = x_hat @ gradient
-    length = (residual * moved).sum((-2, -1), keepdim=True)
-    return b - length / moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30) * gradient
+    moved = x_hat @ gradient  # by this x^ B moves in a step of length 1
+    along = (residual * moved).sum((-2, -1), keepdim=True)
+    squared = moved.square().sum((-2, -1), keepdim=True).clamp(min=1e-30)
+    return b - along / squared * gradient
 
 
 def spd_solve(m: Tensor, rhs: Tensor) -> Tensor:
@@ -2365,14 +2510,15 @@ def lrqk_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """W_Q, W_K [Hkv, D, r] that make ||Q K^T - A_Q A_K^T|| least (ours), of Q^T Q and K^T K.
 
-    Q = O_Q L_Q^T with O_Q orthonormal, so the SVD of Q K^T is that of the small L_Q^T L_K. A_Q^T
-    A_Q and A_K^T A_K are the same diagonal matrix."""
-    l_q = torch.linalg.cholesky(add_ridge(gram_q, 1e-10))
-    l_k = torch.linalg.cholesky(add_ridge(gram_k, 1e-10))
-    u, s, vt = torch.linalg.svd(l_q.mT @ l_k)
+    Q = O_Q R_Q with O_Q orthonormal and R_Q upper triangular, and K alike. So the SVD of Q K^T is
+    that of the small matrix R_Q R_K^T, but for O_Q and O_K. Its singular values are divided evenly:
+    A_Q^T A_Q and A_K^T A_K are the same diagonal matrix."""
+    upper_q = torch.linalg.cholesky(add_ridge(gram_q, 1e-10)).mT  # R_Q: R_Q^T R_Q = Q^T Q
+    upper_k = torch.linalg.cholesky(add_ridge(gram_k, 1e-10)).mT
+    u, s, vt = torch.linalg.svd(upper_q @ upper_k.mT)
     root = s[..., None, :r].sqrt()
-    w_q = torch.linalg.solve_triangular(l_q.mT, u[..., :r] * root, upper=True)
-    w_k = torch.linalg.solve_triangular(l_k.mT, vt.mT[..., :r] * root, upper=True)
+    w_q = torch.linalg.solve_triangular(upper_q, u[..., :r] * root, upper=True)
+    w_k = torch.linalg.solve_triangular(upper_k, vt.mT[..., :r] * root, upper=True)
     return w_q, w_k
 
 
@@ -2382,29 +2528,35 @@ def lrqk_optimum(gram_q: Tensor, gram_k: Tensor, r: int) -> tuple[Tensor, Tensor
 def take_slots(
     index: Tensor, live: Tensor, slot_of: Tensor, pos_of: Tensor, stamp: Tensor, step: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The hot slots [B, Hkv, k] of the selected tokens, and which miss: these take slots of no hit
-    (ours).
+    """Gives every selected token a hot slot (ours). A token that has one already is a hit, and
+    keeps it. The others miss, and take slots that no hit needs. -> the slots [B, Hkv, k], and which
+    tokens miss [B, Hkv, k].
 
-    index [B, Hkv, k]: positions, distinct where live. Tables: slot_of [B, Hkv, S], of a position;
-    pos_of and stamp [B, Hkv, C], of a slot: the position in it (-1: none) and the last step that
-    used it."""
+    index [B, Hkv, k]: positions, distinct where `live` [B, Hkv, k]. Other entries stand for no
+    token: each must be a position that has no slot, and gets a slot that nothing is written to.
+    step: this step's number. Three tables are changed:
+        slot_of [B, Hkv, S]   of a position: its slot, or -1
+        pos_of  [B, Hkv, C]   of a slot: the position in it, or -1
+        stamp   [B, Hkv, C]   of a slot: the last step that used it"""
     slot = slot_of.gather(-1, index).long()
-    hit = slot >= 0  # what does not count has no slot
+    hit = slot >= 0
 
-    # 1. Stamp the slots of hits. (Misses stamp one slot more, which is cut off.)
+    # 1. Stamp the slots of hits. (Misses stamp a spare slot behind the last, which is cut off.)
     spare = stamp.shape[-1]
-    stamped = F.pad(stamp, (0, 1)).scatter(-1, torch.where(hit, slot, spare), step.expand_as(slot))
+    stamped_slot = torch.where(hit, slot, spare)
+    stamped = F.pad(stamp, (0, 1)).scatter(-1, stamped_slot, step.expand_as(slot))
     stamp.copy_(stamped[..., :-1])
 
-    # 2. The n-th miss takes the n-th of the other slots.
-    n = misses_so_far(hit)
-    others = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
-    place = torch.where(hit, slot, others)  # distinct: k entries, C >= k slots
+    # 2. The n-th miss takes the n-th of the other slots. There are enough: C >= k.
+    n = misses_so_far(hit)  # of a miss its number, from 1 on
+    slot_of_miss = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
+    place = torch.where(hit, slot, slot_of_miss)  # all distinct
 
     # 3. The tables forget what is evicted, and learn what comes.
     miss = live & ~hit
-    before = pos_of.gather(-1, place)
-    evicted = torch.where(miss & (before >= 0), before, index)  # a token's own slot is set next
+    before = pos_of.gather(-1, place)  # what each place holds so far
+    # One scatter for all: who evicts nothing forgets its own slot, which the next line sets.
+    evicted = torch.where(miss & (before >= 0), before, index)
     slot_of.scatter_(-1, evicted, -1)
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
     pos_of.scatter_(-1, place, torch.where(live, index, before).int())
@@ -2413,44 +2565,50 @@ def take_slots(
 
 
 def misses_so_far(hit: Tensor) -> Tensor:
-    """How many entries of hit [..., k] are misses, up to each: [..., k] int32.
+    """How many of the entries up to each, itself included, are no hits: hit [..., k] -> [..., k]
+    int32.
 
-    One number more goes first into the sum: so Inductor does not fuse into it the gather that gave
-    `hit`, which would then wait for it."""
+    The sum is over one number more, a zero in front. With it Inductor does not fuse the sum with
+    the gather that gave `hit`, in which case all would wait for the sum."""
     return F.pad(~hit, (1, 0)).cumsum(-1, dtype=torch.int32)[..., 1:]
 
 
 def slots_for_misses(stamp: Tensor, step: Tensor, k: int) -> Tensor:
-    """The slots [..., 1 + C], from place 1 on, in the order in which misses take them: the longest
-    unused first; if all may be needed (C = k), in any order. Those that this step has stamped come
-    last."""
-    if stamp.shape[-1] > k:
+    """The slots in the order in which misses take them, [..., 1 + C]: entry n is for the n-th miss,
+    from 1 on, and entry 0 is for none. Slots that this step has stamped are hits', and come last.
+
+    stamp [..., C]; k: how many tokens are selected, at most C."""
+    if stamp.shape[-1] > k:  # some slots stay as they are: the longest unused go first
         return F.pad(stamp.argsort(dim=-1, stable=True), (1, 0))
-    free = stamp < step  # as many misses may need all of these: any order will do
-    order = torch.where(free, free.cumsum(-1, dtype=torch.int32), 0).long()
-    slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(order)
-    return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, order, slots)
+    # With C = k slots the misses may take all that are no hits', so any order will do: the n-th
+    # free slot is entry n. (Slots of hits all write to entry 0.)
+    is_free = stamp < step
+    n = torch.where(is_free, is_free.cumsum(-1, dtype=torch.int32), 0).long()
+    slots = torch.arange(stamp.shape[-1], dtype=torch.int32, device=stamp.device).expand_as(n)
+    return F.pad(torch.zeros_like(slots), (1, 0)).scatter(-1, n, slots)
 
 
 # ---- the cache
 
 
 def host_memory(context: CacheContext, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed host memory [B, *shape]. On CUDA it is pinned and seen as a CUDA tensor, through its
-    address: kernels read and write it themselves, inside a CUDA graph, as if it lay on the GPU."""
+    """Zeroed host memory [B, *shape]. On CUDA it is pinned memory that is seen as a CUDA tensor: a
+    kernel that is given its address reads and writes it over the bus, as if it lay on the GPU, and
+    inside a CUDA graph, too."""
     if context.device.type != "cuda":
         return context.zeros(*shape, dtype=dtype)
     pinned = torch.zeros(context.batch_size, *shape, dtype=dtype, pin_memory=True)
     data = (pinned.data_ptr(), False)
+    # PyTorch takes any object that says where its bytes are, and keeps it alive: with it `memory`.
     interface = {"shape": (pinned.nbytes,), "typestr": "|u1", "data": data, "version": 3}
-    # The result keeps `memory` alive.
     view = SimpleNamespace(__cuda_array_interface__=interface, memory=pinned)
     return torch.as_tensor(view, device=context.device).view(dtype).view(pinned.shape)
 
 
 class HostStore(TokenStore):
-    """Numbers as they are, in host memory. A prompt's tokens are named by a tensor, so that kernels
-    move them: a slice would be copied by the driver, which does not know this memory."""
+    """Numbers as they are, in host memory (`host_memory`). A prompt's tokens are written and read
+    by a tensor of positions, so that kernels move them. A slice would be copied by the driver,
+    which does not know this memory as the GPU's."""
 
     def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int):
         super().__init__(context, n_heads, n_tokens, width)
@@ -2469,8 +2627,9 @@ class HostStore(TokenStore):
 
 
 class LrqkCache(Cache):
-    """A_K of every token; K beside V of all in host memory, and of the selected ones in C hot
-    slots, to which they are fetched if they miss. The recent tokens are exact, on the GPU."""
+    """Our step for a batch. Host memory has K and V of every token, side by side. The GPU has A_K
+    of every token, by which a step selects; K and V of selected tokens, in C hot slots; and exact K
+    and V of the recent ones."""
 
     def __init__(self, context: CacheContext, settings: LrqkSettings):
         super().__init__(context)
@@ -2482,17 +2641,18 @@ class LrqkCache(Cache):
             raise UserError(f"--rank {settings.rank}: {wanted}")
         self.budget = settings.budget(S)
         self.rank = settings.rank or min(32, c.head_dim)
-        self.reuse = settings.slots > 0  # else every step fetches all that it selects
+        self.reuse = settings.slots > 0  # of what is in slots; else every step fetches all anew
         self.n_slots = self.budget.n_selected
         if self.reuse:
             wanted = settings.slots * self.budget.n_selected
             self.n_slots = round(min(wanted, S - self.budget.n_recent))
         self.kv = HostStore(context, n_heads, S, 2 * c.head_dim)
         self.add_table("a_k", n_heads, S, self.rank, dtype=context.dtype)
-        # of each prompt: W_Q^T and W_K^T, and of the paper B_Q and B_K
+        # A prompt's W_Q^T and W_K^T; in PaperLrqkCache B_Q and B_K.
         self.add_table("basis_q", n_heads, self.rank, c.head_dim, dtype=torch.float32)
         self.add_table("basis_k", n_heads, self.rank, c.head_dim, dtype=torch.float32)
-        self.exact = exact_stores(context, 0, self.budget.n_recent)
+        self.exact = exact_stores(context, n_sinks=0, n_recent=self.budget.n_recent)
+        # The hot slots: a key and its value in each, and the tables of `take_slots`.
         self.add_table("hot_vectors", n_heads, self.n_slots, 2 * c.head_dim, dtype=context.dtype)
         self.add_table("slot_of", n_heads, S, fill=-1)
         self.add_table("pos_of", n_heads, self.n_slots, fill=-1)
@@ -2520,7 +2680,7 @@ class LrqkCache(Cache):
         self.exact[0].write_prompt(row, start, k)
         self.exact[1].write_prompt(row, start, v)
         self.a_k[row, :, start:stop] = (k.transpose(0, 1).float() @ w_k).to(self.a_k.dtype)
-        # The hot slots start with what the last token selects.
+        # Empty the hot slots, and fetch what the last token selects: the next step finds it there.
         self.slot_of[row] = -1
         self.pos_of[row] = -1
         self.stamp[row] = -1
@@ -2533,15 +2693,16 @@ class LrqkCache(Cache):
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
     def prompt_moments(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q^T Q and K^T K [Hkv, D, D] of a prompt's q [S, Hq, D], k [S, Hkv, D], and the sums of
-        |Q| and |K| [Hkv, D]. On the CPU: LAPACK takes a millisecond for matrices this small,
-        cuSOLVER tens."""
+        """A prompt's q [S, Hq, D] and k [S, Hkv, D] -> Q^T Q and K^T K [Hkv, D, D], and the sum of
+        |Q| and |K| over all tokens [Hkv, D]. They are on the CPU, where LAPACK factorises matrices
+        this small in a millisecond; cuSOLVER takes tens of them."""
         gram_q, sum_q = lrqk_moments(q.unflatten(1, (self.config.n_kv_heads, -1)))
         gram_k, sum_k = lrqk_moments(k[:, :, None])
         return gram_q.cpu(), gram_k.cpu(), sum_q.cpu() + sum_k.cpu()
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """W_Q, W_K [Hkv, D, r] fp32 of a prompt's q [S, Hq, D], k [S, Hkv, D]; stores bases."""
+        """W_Q, W_K [Hkv, D, r] fp32 of a prompt's q [S, Hq, D], k [S, Hkv, D]. They are stored for
+        later tokens, too."""
         gram_q, gram_k, _ = self.prompt_moments(q, k)
         w_q, w_k = lrqk_optimum(gram_q, gram_k, self.rank)
         self.basis_q[row] = w_q.mT
@@ -2562,11 +2723,11 @@ class LrqkCache(Cache):
         self.kv.write_token(pos, torch.cat((k, v), -1))
         self.exact[0].write_token(pos, k)
         self.exact[1].write_token(pos, v)
-        # Select, and fetch what has no slot.
+        # Select, and fetch what is in no slot. This stamps the slots of all that is selected.
         self.step += 1
         index = self.select(pos, q_hat)
         self.fetch(slice(None), pos, index)
-        # Attend the slots that this step has stamped, and the recent tokens.
+        # Attend what lies in the slots of this stamp, and the recent tokens.
         keys, values = self.hot_vectors.chunk(2, -1)
         return kernels.attend_plain(
             q.flatten(1, 2),
@@ -2580,7 +2741,8 @@ class LrqkCache(Cache):
         )
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of q [B, Hkv, G, D], k [B, Hkv, 1, D], fp32."""
+        """The proxies q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of the new token's q [B, Hkv, G, D]
+        and k [B, Hkv, 1, D]; fp32."""
         return q @ self.basis_q.mT, k @ self.basis_k.mT
 
     def select(self, pos: Tensor, q_hat: Tensor) -> Tensor:
@@ -2589,7 +2751,8 @@ class LrqkCache(Cache):
         return self.best_tokens(slice(None), pos, q_hat)
 
     def best_tokens(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Tensor:
-        """`select` of some rows, whose positions and proxies these are."""
+        """`select` for some of the rows: pos and q_hat are theirs."""
+        # The largest weight that a query of the group gives, among the tokens that are not recent.
         before = pos - self.budget.n_recent
         scores = kernels.scores(
             q_hat.flatten(1, 2),
@@ -2603,12 +2766,14 @@ class LrqkCache(Cache):
         return kernels.select(scores.unsqueeze(2), pos, self.budget, kernel=self.kernel)
 
     def fetch(self, rows: slice, pos: Tensor, index: Tensor) -> None:
-        """Brings the tokens of an index [B, Hkv, 1, k] to hot slots of these rows."""
+        """Brings the tokens of an index [B, Hkv, 1, k] into hot slots of these rows, if they are in
+        none yet."""
         index = index[:, :, 0]
         live = index >= 0
-        # The newest token stands for none: it has no slot.
+        # Where the index names no token, take_slots wants one that is in no slot. The newest is
+        # in none, since it is a recent one.
         index = index.where(live, pos[:, None, None]).long()
-        if not self.reuse:  # forget what is there
+        if not self.reuse:  # forget what is there, so that all tokens miss
             self.slot_of[rows] = -1
         place, miss = take_slots(
             index,
@@ -2627,8 +2792,9 @@ class LrqkCache(Cache):
         return self.kv.vectors.nbytes
 
     def bytes_read(self, length: int) -> int:
-        """Of the device: A_K of every token that left the ring, K and V of the selected and the
-        recent ones, stamps of all slots, slot and position of the selected ones, the bases."""
+        """Of the device: A_K of every token that is not recent; K and V of the selected tokens and
+        the recent ones; stamps of all slots; slot and position of the selected tokens; the
+        bases."""
         c = self.config
         itemsize = self.context.dtype.itemsize
         recent = min(self.budget.n_recent, length)
@@ -2639,20 +2805,24 @@ class LrqkCache(Cache):
         return (a_k + kv + tables * 4) * c.n_kv_heads
 
     def miss_rate(self, rows: int | None = None) -> float:
-        """Tokens fetched over tokens selected since the prompt."""
+        """Since the prompt, the tokens that were fetched over those that were selected."""
         selected, missed = self.counts[:rows].sum(0).tolist()
         return missed / max(1, selected)
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
-        state["a_k"] = self.a_k[row, :, :length]  # of the tables by position the row's part
+        # These two tables have an entry for each position, of which the row uses the first.
+        state["a_k"] = self.a_k[row, :, :length]
         state["slot_of"] = self.slot_of[row, :, :length]
         return state
 
 
 class PaperLrqkCache(LrqkCache):
     """The published step for a batch: Algorithm 1 factorises prompts, and Algorithm 2 moves the
-    bases in each step. They keep Algorithm 1's own gauge, on which Algorithm 2 depends."""
+    bases in each step.
+
+    A_Q N and A_K N^-T give the same scores for every invertible N. Ours takes the N that suits
+    bf16. Here it is Algorithm 1's, since the steps of Algorithm 2 depend on it."""
 
     def factorise(self, row: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         gram_q, gram_k, columns = self.prompt_moments(q, k)
@@ -2662,7 +2832,8 @@ class PaperLrqkCache(LrqkCache):
         return factors.w_q.float().to(q.device), factors.w_k.float().to(q.device)
 
     def prompt_projections(self, row: int) -> tuple[Tensor, Tensor]:
-        """Least squares on B_Q and B_K, since they have moved since the prompt."""
+        """W_Q and W_K by least squares of x ~ (x W) B, on B_Q and B_K as they are now: they have
+        moved since the prompt."""
         b_q = self.basis_q[row].double()
         b_k = self.basis_k[row].double()
         w_q = spd_solve(b_q @ b_q.mT, b_q).mT
@@ -2670,30 +2841,30 @@ class PaperLrqkCache(LrqkCache):
         return w_q.float(), w_k.float()
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # Omega is what the last step attended; the new token has not replaced the oldest of the
-        # ring yet.
+        # A_K and K of what the last step attended: hot slots, and the ring, where the new token has
+        # not taken the place of the oldest yet.
         omega = self.omega(pos - 1)
         where = omega.clamp(min=0)[..., None].long().expand(-1, -1, -1, self.rank)
         a_near = self.a_k.gather(2, where).masked_fill(omega[..., None] < 0, 0)
         hot_keys, _ = self.hot_vectors.chunk(2, -1)
-        keys = torch.cat((hot_keys, self.exact[0].read_all()), 2)
-        # fp64, since the gauge is not balanced: in fp32 the solves need a ridge that changes the
-        # selection.
+        k_near = torch.cat((hot_keys, self.exact[0].read_all()), 2)
+        # In fp64, since A_Q and A_K may be of very different size: in fp32 the solves would need a
+        # ridge so large that it changes the selection.
         q_hat, k_hat, b_q, b_k = lrqk_refit(
             q.double(),
             k.double(),
             self.basis_q.double(),
             self.basis_k.double(),
             a_near.double(),
-            keys.double(),
+            k_near.double(),
         )
         self.basis_q.copy_(b_q)
         self.basis_k.copy_(b_k)
         return q_hat.float(), k_hat.float()
 
     def omega(self, pos: Tensor) -> Tensor:
-        """The positions that the step at pos has attended: those in slots, then the recent ones
-        [B, Hkv, C + z], negative for none."""
+        """The positions that the step at pos has attended: those in hot slots, then the recent
+        ones, [B, Hkv, C + n_recent]; negative for none."""
         recent = self.exact[0].positions(pos)[:, None].expand(-1, self.config.n_kv_heads, -1)
         return torch.cat((self.pos_of.where(self.stamp == self.step, -1), recent), -1)
 
@@ -3050,16 +3221,16 @@ class FdcSettings:
 
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(
-        True, "each head has its own rank; else all their mean (the paper's /AC)"
+        True, "each head has its own rank; else all have the mean of these ranks"
     )
     balanced: bool = setting(
-        True, "programs of the kernel take equal bytes; else equal tokens of heads (/KE)"
+        True, "the kernel's programs read equal bytes; else equal tokens (the paper's /KE)"
     )
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
         rate = float(artifact["rate"]) if self.rate == -1 else self.rate
-        # Of all layers, for their mean.
+        # The ranks of all layers, though one layer's are wanted: their mean is over all.
         ranks = fdc_ranks(artifact[f"{kind}.values"], rate, self.adaptive)
         bases = []
         for basis, rank in zip(artifact[f"{kind}.basis"][i], ranks[i].tolist(), strict=True):
@@ -3068,11 +3239,11 @@ class FdcSettings:
 
 
 def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple[Tensor, tuple]:
-    """One decode step of FDC as published (sec. 5.1), for one KV head; so is prefill.
+    """One decode step of FDC as published (sec. 5.1), for one KV head. Prompts are read alike.
 
-    q [G, D] and k [D]: after RoPE; v [d_v]: x W_V R_V, whose basis is folded into the weights, as
-    is R_V^T into W_O -> output [G, d_v]. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]:
-    the leading columns of the head's rotation."""
+    q [G, D] and k [D]: after RoPE. v [d_v] is compressed already: R_V is folded into W_V, and R_V^T
+    into W_O, which takes the output. stored: K' [S - 1, d_qk] and V' [S - 1, d_v]. R [D, d_qk]: the
+    leading columns of the head's rotation. -> the output [G, d_v], and what is stored now."""
     # 1. Compress the query and the key after RoPE, and append.
     q = q @ R
     k = k @ R
@@ -3085,15 +3256,16 @@ def fdc_step(q: Tensor, k: Tensor, v: Tensor, stored: tuple, R: Tensor) -> tuple
 
 
 def fdc_tails(values: Tensor) -> Tensor:
-    """Fraction of the singular values [..., D] lost where the first 1, 2 .. D stay; fp64."""
+    """Which fraction of the singular values' sum is lost where the first 1, 2, .. D of them stay:
+    values [..., D] -> [..., D] fp64."""
     tails = values.double().flip(-1).cumsum(-1).flip(-1)
     return F.pad(tails[..., 1:], (0, 1)) / tails[..., :1]
 
 
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
-    """Columns that each head keeps (Eq. 1): the least m that loses at most `rate`, rounded up to 16
-    (by real columns, not zeros): values [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: the mean of
-    them all."""
+    """How many columns each head keeps (Eq. 1): the least number that loses at most `rate`, rounded
+    up to a multiple of 16 (by real columns, where the paper pads with zeros). Singular values
+    [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: all heads have the mean of these ranks (ours)."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     if adaptive:
@@ -3102,7 +3274,8 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The biases of the key and value projections, [Hkv, D] each (V folded: [Hkv, 0]), or zeros."""
+    """The biases of the key and value projections, [Hkv, D] each, or zeros if there are none.
+    (Where values are folded, `attend` gets a v of no dims, and that bias is [Hkv, 0].)"""
     bias = attention.wqkv.bias
     if bias is None:
         bias = attention.wqkv.weight.new_zeros(sum(attention.widths))
@@ -3116,9 +3289,9 @@ def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:
 def fold_values(
     attention: Attention, c: ModelConfig, settings: object, artifact: Artifact, i: int
 ) -> Attention:
-    """Layer i's attention with W_V R in the place of W_V and R^T W_O in that of W_O, for FDC and
-    Palu: the cache holds and returns x W_V R. V's bias moves into W_O's, since attention weights
-    sum to one."""
+    """Layer i's attention with W_V R in the place of W_V, and R^T W_O in the place of W_O, for FDC
+    and Palu: the cache gets x W_V R, holds it, and returns its weighted sums. V's bias moves into
+    W_O's: attention weights sum to one, so it adds the same to every output."""
     Hkv = c.n_kv_heads
     weight = attention.wqkv.weight
     bias = attention.wqkv.bias
@@ -3141,75 +3314,84 @@ def fold_values(
         bias = torch.cat((q_bias, k_bias, bias.new_zeros(width)))
     attention.wqkv = linear_of(torch.cat((q, k, *values)), bias, weight.dtype)
     attention.wo = linear_of(torch.cat(output, 1), constant, weight.dtype)
-    # `attend` gets v of no heads, and the values of all heads as its last argument.
+    # Heads have different numbers of values. So v, which has a width for all heads, is empty, and
+    # the values of all heads come side by side as `projected` (Cache).
     attention.widths = [*attention.widths[:2], 0, width]
     return attention
-
-
-def own_columns(ranks: list[int], G: int) -> Tensor:
-    """Which of the numbers [Hkv, G, max rank] are a head's own, and not what it is padded with."""
-    inside = torch.arange(max(ranks)) < torch.tensor(ranks)[:, None, None]
-    return inside.expand(-1, G, -1).flatten().nonzero()[:, 0]
 
 
 # ---- its store, and the cache
 
 
 class RaggedStore(Store):
-    """Keys and values of heads of unequal rank in one flat buffer: K' [B, S, d_qk] head by head,
-    then V' [B, S, d_v]. It takes K' and V' of a token together."""
+    """Keys and values of heads of unequal rank, in one flat buffer without padding: one part behind
+    the other, K' [B, S, d_qk] of each head and then V' [B, S, d_v] of each.
+
+    K' and V' of a token are written together. An operation of its own attends them, so `attend` and
+    the methods that it calls are not for this store."""
 
     def __init__(
         self, context: CacheContext, k_ranks: list[int], v_ranks: list[int], balanced: bool
     ):
-        """balanced: how the kernel divides the heads, see kernels.attend_ragged."""
+        """k_ranks: d_qk of each KV head; v_ranks: d_v. balanced: how the kernel divides its work
+        (kernels.attend_ragged)."""
         super().__init__()
         self.context = context
-        self.n = len(k_ranks)
         self.balanced = balanced
-        self.ranks = [*k_ranks, *v_ranks]
-        numbers = sum(self.ranks)  # of a token
-        self.token_bytes = numbers * context.dtype.itemsize
-        packed = context.zeros(context.max_seq_length * numbers).flatten()
+        self.ranks = [*k_ranks, *v_ranks]  # of each part
+        width = sum(self.ranks)  # numbers of a token
+        self.token_bytes = width * context.dtype.itemsize
+        packed = context.zeros(context.max_seq_length * width).flatten()
         self.register_buffer("packed", packed)
-        # Number j of token t (of all rows, end to end) goes to starts[j] + t * strides[j] of the
-        # buffer.
-        ranks = torch.tensor(self.ranks)
-        strides = ranks.repeat_interleave(ranks)
-        first = (ranks.cumsum(0) - ranks).repeat_interleave(ranks)
+
+        # Where the numbers of a token go, side by side [width]. A part before which there are
+        # `before` numbers of a token begins at before * n_tokens, and has `rank` numbers a token.
+        # So number i of it has the place before * n_tokens + t * rank + i, where t counts the
+        # tokens of all rows, end to end. That is starts + t * strides.
         n_tokens = context.batch_size * context.max_seq_length
-        starts = first * (n_tokens - 1) + torch.arange(numbers)
-        self.starts = starts.to(context.device)
-        self.strides = strides.to(context.device)
-        self.k_columns = own_columns(k_ranks, 1).to(context.device)
-        self.v_columns = own_columns(v_ranks, context.config.group).to(context.device)
-        self.table = None
-        if context.kernel and math.gcd(8, *self.ranks) == 8:  # rows of 16 bytes
+        starts = []
+        strides = []
+        before = 0
+        for rank in self.ranks:
+            starts.append(before * n_tokens + torch.arange(rank))
+            strides.append(torch.full((rank,), rank))
+            before += rank
+        self.starts = torch.cat(starts).to(context.device)
+        self.strides = torch.cat(strides).to(context.device)
+
+        # Keys come padded to the widest head, [Hkv, max d_qk]. Which of these numbers count:
+        is_own = torch.arange(max(k_ranks)) < torch.tensor(k_ranks)[:, None]
+        self.k_columns = is_own.flatten().nonzero()[:, 0].to(context.device)
+
+        self.table = None  # for the kernel, which takes ranks of whole 16 bytes
+        if context.kernel and math.gcd(8, *self.ranks) == 8:
             self.table = kernels.ragged_table(self.ranks, context.device, balanced)
 
     def views(self) -> list[Tensor]:
-        """K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
+        """The parts: K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each."""
         B = self.context.batch_size
         S = self.context.max_seq_length
         parts = self.packed.split([B * S * rank for rank in self.ranks])
         return [part.view(B, S, rank) for part, rank in zip(parts, self.ranks, strict=True)]
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
-        """The numbers of tokens [n, sum of all ranks], of K' [n, Hkv, max d_qk] and V'
-        [n, sum of d_v]."""
+        """K' [n, Hkv, max d_qk], padded, and V' [n, sum of d_v] of n tokens -> all numbers of a
+        token, without padding [n, sum of all ranks]."""
         return torch.cat((k.flatten(1)[:, self.k_columns], v), -1)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
-        """K' [n, Hkv, max d_qk] and V' [n, sum of d_v]: one row's tokens from `start` on."""
+        """K' [n, Hkv, max d_qk], padded, and V' [n, sum of d_v]: one row's tokens from position
+        `start` on."""
         stop = start + len(k)
         parts = self.joined(k, v).split(self.ranks, -1)
         for view, part in zip(self.views(), parts, strict=True):
             view[row, start:stop] = part
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
-        """K' [B, Hkv, max d_qk] and V' [B, sum of d_v]: one token of each row, at pos [B]."""
+        """K' [B, Hkv, max d_qk], padded, and V' [B, sum of d_v]: one token of each row, at
+        positions pos [B]."""
         numbers = self.joined(k, v)
-        # One scatter for all heads: a compiled step writes in place, with no copy of the buffer.
+        # One write for all heads: a compiled step makes it in place, with no copy of the buffer.
         token = (self.context.rows * self.context.max_seq_length + pos)[:, None]
         self.packed[self.starts + token * self.strides] = numbers
 
@@ -3221,7 +3403,7 @@ class RaggedStore(Store):
 
 
 class FdcCache(Cache):
-    """K' = K R of keys after RoPE, and folded values V', each KV head at its own ranks."""
+    """K' = K R of keys after RoPE, and the folded values V', each KV head at its own ranks."""
 
     def __init__(self, context: CacheContext, settings: FdcSettings, fitted: FittedLayer):
         super().__init__(context)
@@ -3229,14 +3411,16 @@ class FdcCache(Cache):
         v_bases = settings.bases(fitted.artifact, fitted.i, "v")
         self.k_ranks = [basis.shape[1] for basis in k_bases]
         self.v_ranks = [basis.shape[1] for basis in v_bases]
+        # One product turns all heads, so R of a head is padded to the widest. (weights, not cache)
         padded = [F.pad(basis, (0, max(self.k_ranks) - basis.shape[1])) for basis in k_bases]
-        self.R = torch.stack(padded).to(context.device, context.dtype)  # weights, not cache
+        self.R = torch.stack(padded).to(context.device, context.dtype)  # [Hkv, D, max d_qk]
         self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks, settings.balanced)
 
     def prefill(
         self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor
     ) -> Tensor:
-        """latent [n, sum of d_v]: all heads' values; v is empty -> [n, 1, sum of G d_v]."""
+        """latent [n, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
+        query heads side by side, [n, 1, sum of G d_v]."""
         stop = start + len(q)
         Hkv = len(self.k_ranks)
         q = in_basis(self.rope_from(q, start), self.R)
@@ -3247,14 +3431,16 @@ class FdcCache(Cache):
         values = views[Hkv:]
         q = q.unflatten(1, (Hkv, -1))  # [n, Hkv, G, max d_qk]
 
-        # Flash attention wants one width for q, k and v: zeros up to the next multiple of 32 change
-        # nothing (of those beyond d_qk some are cut off), and heads of one width go together.
+        # Flash attention wants one width for q, k and v of all its heads. So each head is padded
+        # with zeros, which change no product, to a multiple of 32. Heads of the same width then go
+        # together, in one launch.
         heads_of_width = {}
         for h in range(Hkv):
             width = -(-max(self.k_ranks[h], self.v_ranks[h]) // 32) * 32
             heads_of_width.setdefault(width, []).append(h)
         outputs = [None] * Hkv
         for width, heads in heads_of_width.items():
+            # Queries have the width of the widest key of all: a negative padding cuts what is zero.
             queries = F.pad(q[:, heads].flatten(1, 2), (0, width - q.shape[-1]))
             padded_k = [F.pad(keys[h], (0, width - self.k_ranks[h])) for h in heads]
             padded_v = [F.pad(values[h], (0, width - self.v_ranks[h])) for h in heads]
@@ -3270,7 +3456,8 @@ class FdcCache(Cache):
         return torch.cat(outputs, -1)[:, None]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        """latent [B, sum of d_v]: all heads' values; v is empty -> [B, 1, sum of G d_v]."""
+        """latent [B, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
+        query heads side by side, [B, 1, sum of G d_v]."""
         k = in_basis(self.rope(k, pos), self.R)
         self.vectors.write_token(pos, k, latent)
         q = in_basis(self.rope(q, pos), self.R)
