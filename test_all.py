@@ -7470,18 +7470,46 @@ def test_the_names_in_the_docs_are_in_the_code():
     dot."""
     methods = (ROOT / "docs" / "methods.md").read_text()
     readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "code.md").read_text()
     code = ""
     for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")):
         code += path.read_text()
     if not (ROOT / "extras").is_dir():
         methods = without_section(methods, "## Comparison rows", "## ")
         readme = without_section(readme, "Everything else is in `extras/`", "Delete `extras/`")
-    names = re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme)
+    names = re.findall(r"`(_?[a-z]+_\w+|[A-Z][a-z]\w+)(?:\.(\w+))?`", methods + readme + page)
     assert len(names) > 50
     for name, attribute in names:
         assert re.search(rf"\b{name}\b", code), name
         if attribute:
             assert re.search(rf"\b{attribute}\b", code), f"{name}.{attribute}"
+
+
+def test_the_page_about_the_code_has_all_of_sals_step_ours():
+    """Its pieces of code in docs/code.md, one behind the other, are the function, except for the
+    docstring. And what each visit of a request is called there is a function or a method."""
+    text = (ROOT / "docs" / "code.md").read_text()
+    pieces = "".join(re.findall(r"```python\n(.*?)```", text, flags=re.S))
+    said = [line.strip() for line in pieces.splitlines() if line.strip()]
+    source = inspect.getsource(compress.sals_step_ours)
+    docstring = ast.parse(source).body[0].body[0].value
+    lines = source.splitlines()
+    del lines[docstring.lineno - 1 : docstring.end_lineno]
+    assert said == [line.strip() for line in lines if line.strip()]
+
+    life = text.split("## The life of a request")[1].split("## In which order")[0]
+    modules = (compress, generate, kernels, model_file)
+    methods = re.findall(r"`(LLM|[A-Z][a-z]\w+)\.(\w+)`", life)
+    functions = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", life)
+    assert len(methods) > 15 and len(functions) > 10
+    known = {}
+    for module in modules:
+        known |= vars(module)
+    for name, method in methods:
+        assert hasattr(known[name], method), f"{name}.{method}"
+    for name in functions:
+        of_a_class = any(hasattr(x, name) for x in known.values() if isinstance(x, type))
+        assert callable(known.get(name)) or of_a_class or name == "chained_decode", name
 
 
 def test_the_exercises_name_functions_and_selections_that_there_are():
