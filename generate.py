@@ -201,13 +201,15 @@ class PythonError(UserError):
 
 
 def in_command_line_words(error: Exception) -> str:
-    """What an error says where options are written with dashes."""
-    return error.command_line if isinstance(error, PythonError) else str(error)
+    """An error's message for the command line, where options are written with dashes."""
+    if isinstance(error, PythonError):
+        return error.command_line
+    return str(error)
 
 
 @contextmanager
 def errors_in_python_words() -> Iterator[None]:
-    """Around what Python calls: options are arguments there."""
+    """Wraps what is called from Python, so that errors name arguments and not options."""
     try:
         yield
     except PythonError:
@@ -220,7 +222,9 @@ def errors_in_python_words() -> Iterator[None]:
 
 
 def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
-    """device: cpu or cuda. dtype: as in --dtype. UserError where there is no such device."""
+    """torch's device and dtype, of names as --device and --dtype take them.
+
+    "auto" is fp32 on the CPU and bf16 on a GPU. Raises UserError if torch sees no GPU here."""
     check_choice("device", device, DEVICES)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     if device == "cuda" and not torch.cuda.is_available():
@@ -244,7 +248,6 @@ def load(
 
     weights: None keeps them in dtype. "int8" folds into them what the method needs before they are
     rounded, so that the model then serves this method alone."""
-    row = method_named(method)
     settings = settings_from(method, options or {})
     torch_device, torch_dtype = device_and_dtype(device, dtype)
     check_choice("weights", weights, (None, *WEIGHTS))
@@ -255,7 +258,8 @@ def load(
         artifact_of = lru_cache(partial(load_artifact, source, method))  # read once for all layers
 
         def fold(model: Llama, i: int) -> None:
-            row.fold_all(model, settings, artifact_of(model), [i])
+            """Folds into layer i, before int8.build rounds it."""
+            method_named(method).fold_all(model, settings, artifact_of(model), [i])
 
         build_model = partial(int8.build, fold=fold)
     if isinstance(source, ModelConfig):
@@ -269,7 +273,8 @@ def load(
 def plan_caches(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
 ) -> list[Cache]:
-    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
+    """Builds the method's caches of one row on the meta device. They take no memory, but they know
+    their bytes, and refuse what they would refuse."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
     context = CacheContext(shadow, 1, capacity)
@@ -388,7 +393,8 @@ def render_chat(template: str, **variables) -> str:
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["raise_exception"] = raise_exception
     jinja.globals["strftime_now"] = strftime_now
-    # {% generation %} ... {% endgeneration %} is around what is trained on: here a plain block.
+    # {% generation %} ... {% endgeneration %} marks what a model is trained on, and Jinja does not
+    # know it. `if true` makes it a block without a meaning.
     template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
     template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     try:
@@ -398,8 +404,11 @@ def render_chat(template: str, **variables) -> str:
 
 
 def unused_character(text: str) -> str:
-    """A character that the text does not have: the first one from those for private use on."""
-    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in text)
+    """A character that the text does not have, from Unicode's area for private use on."""
+    for code in range(0xE000, 0x110000):
+        if chr(code) not in text:
+            return chr(code)
+    raise ValueError("the text has every character")
 
 
 def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
@@ -460,7 +469,8 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
 
 
 def most_tokens(config: ModelConfig) -> int:
-    """The longest row that the model can attend exactly: it, and its sliding window, allow it."""
+    """The longest row that the model was made for. A sliding window limits it, too, because no
+    cache here forgets the tokens that leave the window."""
     if config.sliding_window:
         return min(config.max_positions, config.sliding_window)
     return config.max_positions
@@ -1633,11 +1643,12 @@ def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
 
 def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
-    row = method_named(method)
+    settings_class = method_named(method).settings
+    in_papers = method_named(method).paper  # name -> the paper's value
     group = parser.add_argument_group(
-        f"settings of --method {method}", row.settings.__doc__, argument_default=argparse.SUPPRESS
+        f"settings of --method {method}", settings_class.__doc__, argument_default=argparse.SUPPRESS
     )
-    for f in dataclasses.fields(row.settings):
+    for f in dataclasses.fields(settings_class):
         if f.type is bool:
             default = "on" if f.default else "off"
             how_to_read = {"action": argparse.BooleanOptionalAction}
@@ -1645,8 +1656,8 @@ def add_settings(parser: Parser, method: str) -> None:
             default = f.default
             how_to_read = {"type": f.type}
         in_paper = ""
-        if f.name in row.paper:
-            in_paper = f"; paper {row.paper[f.name]}"
+        if f.name in in_papers:
+            in_paper = f"; paper {in_papers[f.name]}"
         about = f"{f.metadata['help']} (default {default}{in_paper})".replace("%", "%%")
         group.add_argument(f"--{f.name}", choices=f.metadata["choices"], help=about, **how_to_read)
 
