@@ -964,8 +964,9 @@ class Tokenizer:
         raise NotImplementedError
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
-        """The library's ids of text. add_space: put a space first, if this model's texts get
-        one."""
+        """The library's ids of a text, in which a control token's name is plain text.
+
+        add_space: put a space first, if this model's texts get one."""
         raise NotImplementedError
 
     def decode_ids(self, ids: list[int]) -> str:
@@ -1056,8 +1057,9 @@ def read_chat_template(folder: Path, settings: dict) -> str:
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text; download it again") from error
     template = settings.get("chat_template", "")
-    if isinstance(template, list):  # several, each for a use
-        template = {choice["name"]: choice["template"] for choice in template}.get("default", "")
+    if isinstance(template, list):  # several, each with a name that says what it is for
+        templates = {choice["name"]: choice["template"] for choice in template}
+        template = templates.get("default", "")
     return template
 
 
