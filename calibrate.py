@@ -34,7 +34,7 @@ from torch import Tensor
 
 import compress
 from compress import method_named, replacing_file, save_artifact, written_file
-from generate import Parser, ProgressLine, fraction, load, whole
+from generate import Parser, ProgressLine, fraction, load, most_tokens, whole
 from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 # ----------------------------------------------------------------------------------------- progress
@@ -137,9 +137,11 @@ def windows(
     count: int,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Token ids of consecutive windows of the texts: int64 [count, length], or fewer windows.
+    """Cuts texts into consecutive windows of token ids: int64 [count, length], or fewer windows if
+    the texts are short.
 
-    Each is led by BOS if the model wants it. Raises UserError where there is not even one."""
+    If the model's prompts start with BOS, it takes the place of each window's first token. Raises
+    UserError if there is not even one window."""
     ids = text_ids(tokenizer, files, count * length, vocabulary)
     found = len(ids) // length
     if not found:
@@ -164,9 +166,7 @@ def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
         files = text_files(args.text)
     else:
         files = text_files(STDLIB, held=False)
-    length = min(args.window, c.max_positions)
-    if c.sliding_window:
-        length = min(length, c.sliding_window)
+    length = min(args.window, most_tokens(c))
     return model, windows(tokenizer, files, length, args.windows, c.vocab_size)
 
 
@@ -216,7 +216,8 @@ class Fitted(NamedTuple):
 
 
 def observe(model: Llama, batches: Iterable[Tensor], see: Callable[..., None]) -> None:
-    """Runs batches of tokens [B, S], and shows each layer's attention inputs to `see`.
+    """Runs batches of tokens [B, S] through the dense model, and shows `see` what each layer's
+    attention gets.
 
     see(layer, cos, sin, q, k, v) gets q [B, S, Hq, D] and k, v [B, S, Hkv, D] before RoPE, and
     RoPE's tables [S, D/2]. Raises UserError for a checkpoint that EliteKV has changed."""
@@ -257,49 +258,53 @@ def full_passes(
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues [..., n], the largest first, and eigenvectors [..., n, n], which are columns."""
-    values, vectors = torch.linalg.eigh(covariance)
-    return values.flip(-1).clamp(min=0), vectors.flip(-1)
+    values, vectors = torch.linalg.eigh(covariance)  # the smallest first
+    values = values.flip(-1).clamp(min=0)  # a rounding error may be below 0
+    return values, vectors.flip(-1)
 
 
 def leading_share(values: Tensor, n: int) -> float:
-    """The fraction of the sum of eigenvalues [..., m] that the n largest hold, in the mean."""
+    """Which fraction of the sum of eigenvalues [..., m] the n largest hold, averaged over [...]."""
     shares = values[..., :n].sum(-1) / values.sum(-1)
     return shares.mean().item()
 
 
 @dataclass
 class KeyMoments:
-    """Means over tokens, fp64: of all heads' keys jointly, and of the queries of a group."""
+    """Means over N tokens, in fp64, of each of L layers. K [N, Hkv*D] are a layer's keys, the heads
+    of a token side by side."""
 
     second: Tensor  # [L, Hkv*D, Hkv*D]: K^T K / N
     mean: Tensor  # [L, Hkv*D]
-    queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair that RoPE rotates, summed over the group
+    queries: Tensor  # [L, Hkv, D/2]: |q|^2 of each pair that RoPE rotates, summed over a group
 
     def covariance(self) -> Tensor:
-        """[L, Hkv*D, Hkv*D]"""
-        return self.second - self.mean[:, :, None] * self.mean[:, None]
+        """The covariance of the keys, [L, Hkv*D, Hkv*D]: E[k k^T] - E[k] E[k]^T."""
+        return self.second - self.mean[:, :, None] * self.mean[:, None, :]
 
 
 class MomentSums:
-    """The sums over tokens that make a KeyMoments, layer by layer."""
+    """The sums over tokens of which a KeyMoments is made, layer by layer."""
 
     def __init__(self, c: ModelConfig):
         self.n_kv_heads = c.n_kv_heads
+        # Each becomes a tensor with the first tokens that are added.
         self.second = [0.0] * c.n_layers
         self.mean = [0.0] * c.n_layers
         self.queries = [0.0] * c.n_layers
 
     def add(self, i: int, q: Tensor, k: Tensor) -> None:
         """Adds tokens of layer i: q [B, S, Hq, D], k [B, S, Hkv, D]."""
-        keys = k.flatten(-2).flatten(0, -2).double()  # [B * S, Hkv*D]
-        queries = q.unflatten(-2, (self.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
-        pairs = queries.unflatten(-1, (2, -1))  # [B, S, Hkv, G, 2, D/2]
+        keys = k.flatten(-2).flatten(0, 1).double()  # [B * S, Hkv*D]
         self.second[i] = self.second[i] + keys.T @ keys
         self.mean[i] = self.mean[i] + keys.sum(0)
-        self.queries[i] = self.queries[i] + pairs.square().sum((0, 1, 3, 4))
+
+        queries = q.unflatten(-2, (self.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
+        pairs = queries.unflatten(-1, (2, -1))  # [B, S, Hkv, G, 2, D/2]: dims c and c + D/2
+        self.queries[i] = self.queries[i] + pairs.square().sum((0, 1, 3, 4))  # [Hkv, D/2]
 
     def over(self, n_tokens: int) -> KeyMoments:
-        """The means, of sums over n_tokens, on the CPU."""
+        """The sums divided by the number of tokens, on the CPU."""
         return KeyMoments(
             second=torch.stack(self.second).cpu() / n_tokens,
             mean=torch.stack(self.mean).cpu() / n_tokens,
@@ -307,11 +312,13 @@ class MomentSums:
         )
 
 
-@lru_cache(1)  # the fits of one run share it; weights that change in place are not seen
+# SALS and Loki are fitted by the same moments, so the last result is kept. It would be wrong for a
+# model whose weights change in place.
+@lru_cache(1)
 def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
     """Moments of the keys of tokens [N, S], before RoPE ("pre") and after it ("post").
 
-    It takes one pass, window by window, and keeps sums alone: no key stays in memory."""
+    The windows go through the model once, one by one. Only sums stay in memory, and no keys."""
     before = MomentSums(model.config)
     after = MomentSums(model.config)
 
@@ -319,7 +326,8 @@ def key_moments(model: Llama, tokens: Tensor) -> dict[str, KeyMoments]:
         before.add(i, q, k)
         after.add(i, apply_rope(q, cos, sin), apply_rope(k, cos, sin))
 
-    observe(model, tracked("keys", tokens[:, None]), see)
+    batches = tokens[:, None]  # [N, 1, S]: one window each
+    observe(model, tracked("keys", batches), see)
     return {"pre": before.over(tokens.numel()), "post": after.over(tokens.numel())}
 
 
@@ -408,20 +416,24 @@ def report_sals(facts: dict[str, float]) -> str:
 def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
     """P, the principal components of each KV head's keys (Loki sec. 3): [L, Hkv, D, D], columns.
 
-    "pre" is fitted on keys before RoPE, "post" on keys after it. A cache uses either on keys after
-    RoPE: P is orthogonal, so logits stay as they are (Lemma 4.1)."""
+    There are two: "pre" is fitted on keys before RoPE, and "post" on keys after it. A cache rotates
+    keys after RoPE by either. P is orthogonal, so the logits stay as they are (Lemma 4.1), whatever
+    keys it was fitted on; only how well its leading components rank the tokens differs."""
     c = model.config
-    heads = (c.n_kv_heads, c.head_dim)
+    D = c.head_dim
     tensors = {}
     facts = {}
     for name, keys in key_moments(model, tokens).items():
-        # The covariance of each head alone: the blocks on the diagonal of the joint one.
-        joint = keys.covariance().unflatten(2, heads).unflatten(1, heads)  # [L, Hkv, D, Hkv, D]
-        blocks = joint.diagonal(dim1=1, dim2=3).movedim(-1, 1)  # [L, Hkv, D, D]
-        values, vectors = eigen(blocks)
+        # The covariance of one head: a block on the diagonal of that of all heads.
+        joint = keys.covariance()  # [L, Hkv*D, Hkv*D]
+        of_heads = []
+        for h in range(c.n_kv_heads):
+            dims = slice(h * D, (h + 1) * D)
+            of_heads.append(joint[:, dims, dims])
+        values, vectors = eigen(torch.stack(of_heads, dim=1))  # of [L, Hkv, D, D]
         tensors[f"{name}.eigenvalues"] = values.float()
         tensors[f"{name}.basis"] = vectors.float()
-        facts[f"energy of 25%, {name}"] = leading_share(values, c.head_dim // 4)
+        facts[f"energy of 25%, {name}"] = leading_share(values, D // 4)
     return Fitted(tensors, facts)
 
 

@@ -131,7 +131,8 @@ class ProgressLine:
         if is_within_another or self.done == self.total:
             return
         now = time.time()
-        if now - self.last_shown < (0.2 if self.is_rewritten else 10):
+        interval = 0.2 if self.is_rewritten else 10
+        if now - self.last_shown < interval:
             return
         self.last_shown = now
         seconds_left = (now - self.started) / self.done * (self.total - self.done)
@@ -186,25 +187,29 @@ def check_options(**options) -> None:
 
 
 class PythonError(UserError):
-    """A UserError in the words of Python. `command_line` has it in those of the command line."""
+    """A UserError for a caller in Python, whose options are arguments: "raise --batch_size" becomes
+    "raise batch_size". `command_line` has the message as it was."""
 
     def __init__(self, message: str):
-        text, command, rest = message.partition("python ")  # a command to run stays as it is
+        # A message may end in a command to run, "python ...", which keeps its dashes.
+        text, python, command = message.partition("python ")
         text = text.replace("--no-compile", "use_compile=False")
         text = text.replace("--no-kernels", "use_kernels=False")
         text = re.sub(r"(?<![\w/.-])--(?=[a-z])", "", text)  # at the start of a word
-        super().__init__(text + command + rest)
+        super().__init__(text + python + command)
         self.command_line = message
 
 
 def in_command_line_words(error: Exception) -> str:
-    """What an error says where options are written with dashes."""
-    return error.command_line if isinstance(error, PythonError) else str(error)
+    """An error's message for the command line, where options are written with dashes."""
+    if isinstance(error, PythonError):
+        return error.command_line
+    return str(error)
 
 
 @contextmanager
 def errors_in_python_words() -> Iterator[None]:
-    """Around what Python calls: options are arguments there."""
+    """Wraps what is called from Python, so that errors name arguments and not options."""
     try:
         yield
     except PythonError:
@@ -217,7 +222,9 @@ def errors_in_python_words() -> Iterator[None]:
 
 
 def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
-    """device: cpu or cuda. dtype: as in --dtype. UserError where there is no such device."""
+    """torch's device and dtype, of names as --device and --dtype take them.
+
+    "auto" is fp32 on the CPU and bf16 on a GPU. Raises UserError if torch sees no GPU here."""
     check_choice("device", device, DEVICES)
     check_choice("dtype", dtype, ("auto", *DTYPES))
     if device == "cuda" and not torch.cuda.is_available():
@@ -236,10 +243,11 @@ def load(
     options: dict | None = None,
     seed: int = 0,
 ) -> tuple[Llama, Tokenizer | None]:
-    """The model and its tokenizer of a checkpoint folder; of a config random weights and None.
+    """Loads a checkpoint folder: the model and its tokenizer. A config as the source gives a model
+    with random weights, and None for the tokenizer.
 
-    weights: None for the dtype's, or "int8", after which the model serves this method alone."""
-    row = method_named(method)
+    weights: None keeps them in dtype. "int8" folds into them what the method needs before they are
+    rounded, so that the model then serves this method alone."""
     settings = settings_from(method, options or {})
     torch_device, torch_dtype = device_and_dtype(device, dtype)
     check_choice("weights", weights, (None, *WEIGHTS))
@@ -250,7 +258,8 @@ def load(
         artifact_of = lru_cache(partial(load_artifact, source, method))  # read once for all layers
 
         def fold(model: Llama, i: int) -> None:
-            row.fold_all(model, settings, artifact_of(model), [i])
+            """Folds into layer i, before int8.build rounds it."""
+            method_named(method).fold_all(model, settings, artifact_of(model), [i])
 
         build_model = partial(int8.build, fold=fold)
     if isinstance(source, ModelConfig):
@@ -264,7 +273,8 @@ def load(
 def plan_caches(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
 ) -> list[Cache]:
-    """The method's caches of one row on the meta device: bytes and refusals, without the memory."""
+    """Builds the method's caches of one row on the meta device. They take no memory, but they know
+    their bytes, and refuse what they would refuse."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
     context = CacheContext(shadow, 1, capacity)
@@ -290,11 +300,12 @@ def check_memory(
     rows: int,
     capacity: int,
 ) -> None:
-    """Raises UserError, with what would fit, where the caches would not. Takes no memory itself."""
-    for kind, needed in row_bytes(model, method, settings, artifact, capacity).items():
-        share = free_memory(torch.device(kind)) / max(1, rows * needed)
+    """Raises UserError, with what would fit, if the caches would not. Takes no memory itself."""
+    for kind, bytes_of_row in row_bytes(model, method, settings, artifact, capacity).items():
+        needed = rows * bytes_of_row
+        share = free_memory(torch.device(kind)) / max(1, needed)  # of the rows, or of their tokens
         if share < 1:
-            size = f"{rows} rows x {capacity} tokens needs {human(rows * needed)} ({kind})"
+            size = f"{rows} rows x {capacity} tokens needs {human(needed)} ({kind})"
             fits = f"{int(rows * share)} rows or {int(capacity * share)} tokens a row would fit"
             raise UserError(f"not enough memory: the {method} cache of {size}; {fits}")
 
@@ -382,7 +393,8 @@ def render_chat(template: str, **variables) -> str:
     jinja.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     jinja.globals["raise_exception"] = raise_exception
     jinja.globals["strftime_now"] = strftime_now
-    # {% generation %} ... {% endgeneration %} is around what is trained on: here a plain block.
+    # {% generation %} ... {% endgeneration %} marks what a model is trained on, and Jinja does not
+    # know it. `if true` makes it a block without a meaning.
     template = re.sub(r"({%[-+]?\s*)endgeneration\b", r"\1endif", template)
     template = re.sub(r"({%[-+]?\s*)generation\b", r"\1if true", template)
     try:
@@ -392,16 +404,21 @@ def render_chat(template: str, **variables) -> str:
 
 
 def unused_character(text: str) -> str:
-    """A character that the text does not have: the first one from those for private use on."""
-    return next(chr(code) for code in range(0xE000, 0x110000) if chr(code) not in text)
+    """A character that the text does not have, from Unicode's area for private use on."""
+    for code in range(0xE000, 0x110000):
+        if chr(code) not in text:
+            return chr(code)
+    raise ValueError("the text has every character")
 
 
 def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
-    """A message in which no control token's name is whole, so that it stays text in the chat.
+    """Breaks the names of control tokens in a user's message, so that they stay text in the chat.
 
-    Each name gets a mark after its first character: <|eot_id|> becomes <MARK|eot_id|>. A template
-    moves the content about, trims and splits it, and the mark goes with it; `split_control_tokens`,
-    which tells the template's names from the user's, takes it out again. names: longest first."""
+    A template writes names such as <|eot_id|> between messages. If a user writes one, too, then it
+    must not end the message. So each name in a message gets a mark after its first character:
+    <|eot_id|> becomes <MARK|eot_id|>. The template may trim and split the message, and the marks
+    move with it. `split_control_tokens` then finds only the template's own names, and takes the
+    marks out again. names: the longest first."""
     if not names:
         return content
     any_name = "|".join(map(re.escape, names))
@@ -409,16 +426,17 @@ def mark_control_tokens(content: str, names: list[str], mark: str) -> str:
 
 
 def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[str, bool]]:
-    """A rendered chat in pieces, without marks, each with whether it is a control token.
-
-    A name of one character is marked behind it: a name that a mark follows is the user's, too."""
+    """Cuts a rendered chat into pieces, without marks: each with whether it is a control token."""
     if not names:
         return [(text, False)]
     any_name = "|".join(map(re.escape, names))
+    # A name of one character is still whole before its mark, so it must not be followed by one.
+    parts = re.split(f"({any_name})(?!{mark})", text)
     segments = []
-    for i, part in enumerate(re.split(f"({any_name})(?!{mark})", text)):
-        if part:  # every second part is what the group found
-            segments.append((part.replace(mark, ""), i % 2 == 1))
+    for i, part in enumerate(parts):
+        is_name = i % 2 == 1  # re.split puts what the group found between the other parts
+        if part:
+            segments.append((part.replace(mark, ""), is_name))
     return segments
 
 
@@ -426,15 +444,16 @@ def split_control_tokens(text: str, names: list[str], mark: str) -> list[tuple[s
 
 
 def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
-    """Token ids of the prompt for the next answer, by the model's own template.
+    """Token ids of the prompt for a chat's next answer, by the model's own template.
 
-    UserError where it has none, or refuses the chat.
-
-    chat: dicts with role and content: maybe system first, user and assistant in turn, user last."""
+    chat: dicts with role and content. A system message may come first; then the user and the
+    assistant take turns, and the user is last. Raises UserError if the model has no template, or
+    if its template refuses the chat."""
     template = tokenizer.chat_template
     if not template:
         remedy = "put a chat_template.jinja into its folder"
         raise UserError(f"this model has no chat template; {remedy}")
+    # Names that a user wrote are marked before the template adds its own (`mark_control_tokens`).
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     contents = [message["content"] for message in chat]
     mark = unused_character("".join([template, *names, *contents]))
@@ -445,16 +464,25 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     text = render_chat(
         template, messages=messages, add_generation_prompt=True, **tokenizer.chat_variables
     )
-    return tokenizer.encode_segments(split_control_tokens(text, names, mark), bos=False)
+    segments = split_control_tokens(text, names, mark)
+    return tokenizer.encode_segments(segments, bos=False)  # the template writes BOS itself
+
+
+def most_tokens(config: ModelConfig) -> int:
+    """The longest row that the model was made for. A sliding window limits it, too, because no
+    cache here forgets the tokens that leave the window."""
+    if config.sliding_window:
+        return min(config.max_positions, config.sliding_window)
+    return config.max_positions
 
 
 def check_capacity(
-    capacity: int, c: ModelConfig, shorten: str = "the prompt or --max_new_tokens"
+    capacity: int, config: ModelConfig, shorten: str = "the prompt or --max_new_tokens"
 ) -> None:
     """Raises UserError for more positions than the model was made for, with what to shorten."""
-    most = min(c.max_positions, c.sliding_window or c.max_positions)
+    most = most_tokens(config)
     if capacity > most:
-        window = " (its sliding window)" if most == c.sliding_window else ""
+        window = " (its sliding window)" if most == config.sliding_window else ""
         fault = f"{capacity} positions are more than the model's {most}{window}"
         raise UserError(f"{fault}; shorten {shorten}")
 
@@ -464,10 +492,12 @@ def check_lengths(
 ) -> int:
     """The tokens that a row must be able to hold: max_seq_length, or what the longest prompt needs.
 
-    Raises UserError where prompt and new tokens do not fit, or an id is none of the model's."""
+    Raises UserError if a prompt is empty, if it does not fit together with its new tokens, or if an
+    id is not one of the model's."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
-    if not all(prompts):
-        raise UserError("the prompt has no tokens; give some text")
+    for ids in prompts:
+        if not ids:
+            raise UserError("the prompt has no tokens; give some text")
     for ids in prompts:
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < config.vocab_size:
@@ -494,11 +524,11 @@ def clock(device: torch.device) -> float:
 
 
 class Engine:
-    """A model, its caches, and the decode step over static buffers.
+    """A model, its caches, and the decode step over buffers that stay where they are in memory.
 
-    tokens [B] int64    the next token of each row, which a step writes
-    pos    [B] int32    where: a row holds so many tokens
-    logits [B, V]       after the last token that a row holds
+    tokens [B] int64    the next token of each row: a step writes its keys and values to the caches
+    pos    [B] int32    the position of that token, which is the number of tokens that a row holds
+    logits [B, V]       the logits after the last token that a row holds
 
     sampling: how tokens are chosen; it may be set anew at any time. compiled: layers are compiled
     by torch.compile. graphed: on CUDA the step is captured once as a CUDA graph, before any prompt
@@ -538,12 +568,13 @@ class Engine:
     # -------------------------------------------------------------------------- 3. prefill a row
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Reads one prompt a row, none for []: these rows hold nothing then."""
+        """Forgets all rows, and reads a prompt into each. A row whose prompt is [] stays empty."""
         self.pos.zero_()
         self.append(prompts)
 
     def append(self, prompts: list[list[int]]) -> None:
-        """Reads more tokens of each row, none for []. `logits` are then those after the last."""
+        """Reads more tokens into each row, or none where they are []. `logits` are those after the
+        last one."""
         rows = [row for row, ids in enumerate(prompts) if ids]
         with ProgressLine("reading", len(rows) * len(self.model.layers)) as progress:
             for row in rows:
@@ -555,15 +586,16 @@ class Engine:
         self.check_logits(rows)
 
     def check_logits(self, rows: list[int] | None = None) -> None:
-        """Raises UserError where the last logits of these rows (None: all) are no numbers to choose
-        by. What an idle row has left there is nobody's."""
+        """Raises UserError if the last logits of these rows (None: all) are not finite. An idle row
+        may have left anything there, so callers name the rows that they use."""
         logits = self.logits if rows is None else self.logits[rows]
         if not logits.isfinite().all():
             dtype = self.logits.dtype
             raise UserError(f"the logits are not finite in {dtype}; use --dtype bf16 or fp32")
 
     def row_state(self, row: int, n: int) -> dict[str, Tensor]:
-        """Views of all that a row of n tokens is: its part of every cache, length and logits."""
+        """Views of everything that makes up a row of n tokens: its length, its logits, and its part
+        of every cache."""
         state = {"pos": self.pos[row], "logits": self.logits[row]}
         for i, cache in enumerate(self.caches):
             for name, x in cache.row_state(row, n).items():
@@ -576,7 +608,8 @@ class Engine:
         return {name: copy_to_cpu(x) for name, x in state.items()}
 
     def restore_row(self, row: int, n: int, state: dict[str, Tensor]) -> None:
-        """Makes a row one of n tokens, of the state that `row_state` gave of it or of another."""
+        """Writes a state back: the row then holds the n tokens of the row, this or another, of
+        which `row_state` gave it."""
         self.pos[row] = state["pos"]
         self.logits[row] = state["logits"]
         for i, cache in enumerate(self.caches):
@@ -586,8 +619,10 @@ class Engine:
     # ------------------------------------------------------------------------ 4. the first token
 
     def draw(self) -> None:
-        """Chooses `tokens` by the last logits. Decoding starts with it, not reading: a row that was
-        saved, forked or asked twice draws each time, by the sampling of that time."""
+        """Chooses `tokens` by the last logits.
+
+        A prompt's first token is drawn here, when decoding starts, and not when the prompt is read.
+        So a row that was saved, forked or asked twice draws anew each time."""
         if self.sampling.temperature == 0:
             self.set_tokens(self.greedy(self.logits))
         else:
@@ -606,13 +641,15 @@ class Engine:
         else:
             self.graph.replay()
         self.n_steps += 1
-        # Greedy tokens are chosen within the graph. A draw follows it: its temperature, top_k and
-        # top_p may change from call to call, and a graph would have to own the random numbers.
+        # The step has chosen greedy tokens already. A draw replaces them, outside the graph: its
+        # temperature, top_k and top_p may change from call to call, and random numbers drawn inside
+        # a graph would have to be the graph's own.
         if self.sampling.temperature > 0:
             self.draw()
 
     def _run_step(self) -> None:
-        """What a graph captures: logits of the next position, and the likeliest tokens."""
+        """What a graph captures: `tokens` go through the model, and the likeliest next tokens take
+        their place."""
         logits = self.decode(
             self.model, self.tokens, self.pos, self.caches, self.layer_step, self.last_step
         )
@@ -621,14 +658,15 @@ class Engine:
         self.pos += 1
 
     def _choose_functions(self, compiled: bool) -> None:
-        """Sets the decode step, its two parts (a layer, the logits), and the greedy choice."""
+        """Sets the functions of a step: `decode`, the two that it calls (`layer_step` for each
+        layer, `last_step` for the logits), and `greedy`."""
         self.decode = Llama.decode
         self.layer_step = decode_layer
         self.last_step = decode_logits
         self.greedy = greedy
         hopper = import_hopper(self.context.device) if self.context.kernel else None
         if hopper:
-            # Its decode step makes the same logits.
+            # On a Hopper GPU another decode step, which makes the same logits in fewer launches.
             chained = hopper.chained_decode(self.model, self.context.batch_size)
             if chained is not None:
                 self.decode, self.layer_step, self.last_step = chained
@@ -659,13 +697,17 @@ class Engine:
         return graph
 
 
-# An index of the first element. Indexing copies by a kernel, which reaches host memory, too.
-FIRST = torch.zeros(1, dtype=torch.int64)
+FIRST = torch.zeros(1, dtype=torch.int64)  # as an index: the first element
 
 
 def copy_to_cpu(x: Tensor) -> Tensor:
-    """A copy of a tensor, or of host memory that a GPU sees, in the computer's own memory."""
-    return x[None][FIRST][0].cpu()
+    """A copy of a tensor, in ordinary memory of the CPU.
+
+    Some caches keep host memory that is mapped to the GPU (`compress.host_memory`). A plain copy
+    does not reach it, but indexing by a tensor does, since it makes the GPU copy by a kernel."""
+    one = x[None]
+    copied = one[FIRST]
+    return copied[0].cpu()
 
 
 # --------------------------------------------------------------------------------------- 6. sample
@@ -680,14 +722,18 @@ class Sampling(NamedTuple):
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [B, V] -> ids [B] of the largest, the first of equal ones."""
-    parts = 64  # a whole row of logits would be one multiprocessor's
-    width = -(-logits.shape[-1] // parts)
-    padding = parts * width - logits.shape[-1]
-    padded = F.pad(logits, (0, padding), value=-torch.inf)
-    best, place = padded.unflatten(-1, (parts, width)).max(-1)
-    part = best.argmax(-1, keepdim=True)
-    return (part * width + place.gather(-1, part))[:, 0]
+    """logits [B, V] -> ids [B] of the largest, the first of equal ones.
+
+    It is logits.argmax(-1), but in two steps: first the largest logit in each of 64 parts of a row,
+    then the best part. In one step a GPU would give each row to a single multiprocessor."""
+    parts = 64
+    V = logits.shape[-1]
+    width = -(-V // parts)  # V / parts, rounded up
+    padded = F.pad(logits, (0, parts * width - V), value=-torch.inf)
+    best, place = padded.unflatten(-1, (parts, width)).max(-1)  # [B, parts] each
+    part = best.argmax(-1, keepdim=True)  # [B, 1]
+    ids = part * width + place.gather(-1, part)
+    return ids[:, 0]
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
@@ -696,22 +742,29 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     generator: of the random numbers; None: the process's own."""
     if sampling.temperature == 0:
         return greedy(logits)
+    # 1. Temperature. The largest logit becomes 0, and 0 / 0 must not arise from a tiny temperature
+    # that fp32 would round to 0.
     logits = logits.float()
-    # What is below fp32's numbers would divide 0 by 0.
     temperature = max(sampling.temperature, 1e-30)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+
+    # 2. top_k: only the k largest logits stay.
     if sampling.top_k:
         k = min(sampling.top_k, logits.shape[-1])
-        worst = logits.topk(k).values[:, -1:]
-        logits = logits.masked_fill(logits < worst, -torch.inf)
+        kth_largest = logits.topk(k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth_largest, -torch.inf)
     probs = logits.softmax(-1)
+
+    # 3. top_p: a token stays if those before it, the likeliest first, sum to less than top_p. So
+    # the token that crosses top_p stays.
     if sampling.top_p < 1:
         ordered, order = probs.sort(descending=True)
-        # the token that crosses top_p stays
-        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
-        ordered = ordered.masked_fill(outside, 0)
+        sum_before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(sum_before >= sampling.top_p, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
-    # The largest of p / Exponential(1) is a draw from p; torch.multinomial would wait for the host.
+
+    # 4. A draw. If each token waits for an Exponential(1) time, divided by its probability, then
+    # the one that comes first is a draw from p. (torch.multinomial would wait for the host.)
     waiting_times = torch.empty_like(probs).exponential_(1, generator=generator)
     return (probs / waiting_times).argmax(-1)
 
@@ -736,25 +789,30 @@ def decode_tokens(
 ) -> Iterator[NewToken]:
     """Generates until each of the first `rows` rows (None: all) has stopped or has max_new_tokens.
 
-    stops(ids) sees all ids that a row has made. stride: steps between two looks at the tokens; more
-    than 1 spares the device the wait for the host, but leaves tokens after a stop in the cache."""
+    stops(ids) says whether a row that has made these ids stops. stride: the host looks at the
+    tokens once in so many steps. More than 1 spares the device the wait for the host, but a row
+    may then run on after its stop, and what it made stays in the cache."""
     in_use = list(range(rows or engine.context.batch_size))
     running = list(in_use)
-    made = {row: [] for row in in_use}
-    n = 0
+    ids_of = {row: [] for row in in_use}
+    n_chosen = 0  # tokens of each row so far
     if max_new_tokens > 0:
         engine.draw()
-    while n < max_new_tokens and running:
+    while n_chosen < max_new_tokens and running:
+        # 1. A block of steps on the device. `tokens` are chosen already, and a step writes them to
+        # the cache and chooses the next. Nothing follows the last ones, so they need no step.
         block = []
-        for _ in range(min(stride, max_new_tokens - n)):
+        for _ in range(min(stride, max_new_tokens - n_chosen)):
             block.append(engine.tokens.clone())
-            n += 1
-            if n < max_new_tokens:
+            n_chosen += 1
+            if n_chosen < max_new_tokens:
                 engine.step()
-        for tokens in torch.stack(block).tolist():  # the host waits here
+
+        # 2. The host reads what was chosen, and waits for the device here.
+        for tokens in torch.stack(block).tolist():
             for row in list(running):
-                made[row].append(tokens[row])
-                is_stop = stops(made[row])
+                ids_of[row].append(tokens[row])
+                is_stop = stops(ids_of[row])
                 if is_stop:
                     running.remove(row)
                 yield NewToken(row, tokens[row], is_stop)
@@ -797,10 +855,12 @@ class Request(NamedTuple):
     streamed: bool = False  # each token is shown when it is made
 
     def stride(self, stop_ids: set[int], device: torch.device) -> int:
-        """Steps between two looks at the tokens. Tokens after a stop would stay in the cache, and
-        what follows would read all of the row again."""
+        """The `stride` of decode_tokens. Where an answer may end early it is 1: if a row ran on
+        after its stop, then what follows would have to read the whole row again."""
         can_end_early = bool(stop_ids) or self.one_line or self.streamed
-        return 16 if device.type == "cuda" and not can_end_early else 1
+        if device.type == "cuda" and not can_end_early:
+            return 16
+        return 1
 
 
 # --------------------------------------------------------------------------------------- 8. report
@@ -844,7 +904,8 @@ def device_name(device: torch.device) -> str:
 
 
 def mean_miss_rate(caches: list[Cache], rows: int) -> float | None:
-    """Of the first `rows` rows, over the layers; None of a method that fetches nothing."""
+    """The miss rate of the first `rows` rows, averaged over the layers; None for a method that
+    fetches nothing."""
     rates = []
     for cache in caches:
         rate = cache.miss_rate(rows)
@@ -862,7 +923,8 @@ def model_name(source: Path | ModelConfig) -> str:
 
 
 def report_of(llm: "LLM", run: Run) -> dict:
-    """A run in figures: lists have one entry a prompt; bytes are this process's."""
+    """The figures of a run. Lists have one entry for each prompt; bytes are those of this
+    process."""
     engine = llm.engine
     context = engine.context
     bytes_read = 0
@@ -1100,8 +1162,8 @@ class LLM:
     ) -> Output | list[Output]:
         """An answer of one line to each question about what row 0 holds.
 
-        No question sees another, nor its answer. With more rows than one so many are answered at
-        once. Afterwards row 0 is as it was, and the other rows hold nothing. Arguments as in
+        No question sees another question or its answer. As many are answered at once as there are
+        rows. Afterwards row 0 is as it was, and the other rows hold nothing. Arguments as in
         `generate`."""
         request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos, one_line=True)
         if not self.token_ids or not self.token_ids[0]:
@@ -1122,14 +1184,15 @@ class LLM:
         try:
             for first in range(0, len(ids), rows):
                 group = ids[first : first + rows]
-                for row in range(len(group)):
+                for row in range(len(group)):  # each starts from the state after the document
                     self._restore(row, n, state, document)
                 for _ in self._answer(group, request, follow=True):
                     pass
         finally:
             self._restore(0, n, state, document)
             self.engine.pos[1:] = 0
-            self.token_ids[1:] = [[] for _ in range(rows - 1)]
+            for row in range(1, rows):
+                self.token_ids[row] = []
         answers = [replace(output, text=output.text.strip()) for output in self.run.outputs]
         return answers[0] if is_one else answers
 
@@ -1157,22 +1220,23 @@ class LLM:
 
     @errors_in_python_words()
     def crop(self, n: int) -> None:
-        """Takes every row back to its first n tokens; shorter rows stay. Dense caches forget the
-        others; the rest cannot, so that the n tokens are read once more."""
+        """Takes every row back to its first n tokens; shorter rows stay as they are. A dense cache
+        simply forgets the later tokens. Other caches cannot, so the n tokens are read once more."""
         self._check_rows()
         longest = max(len(ids) for ids in self.token_ids)
         check_number("n", n, int, f"[1, {max(1, longest)}]")
         self._end_stream()
         engine = self.engine
         self.token_ids = [ids[:n] for ids in self.token_ids]
+
+        # The last token of each row is always read again, since its logits are wanted.
+        lengths = [max(0, len(ids) - 1) for ids in self.token_ids]
         can_go_back = all(type(cache) is compress.DenseCache for cache in engine.caches)
-        but_last = []  # of each row: its tokens but the last, after which logits are wanted
-        for ids, held in zip(self.token_ids, engine.pos.tolist(), strict=True):
-            but_last.append(max(0, len(ids) - 1))
-            if held < but_last[-1]:  # an idle row, which gave its places up
+        for length, held in zip(lengths, engine.pos.tolist(), strict=True):
+            if held < length:  # an idle row, whose cache no longer has what its ids say
                 can_go_back = False
         if can_go_back:
-            engine.pos.copy_(torch.tensor(but_last))
+            engine.pos.copy_(torch.tensor(lengths))
             engine.append([ids[-1:] for ids in self.token_ids])
         else:
             engine.prefill(self.token_ids)
@@ -1181,9 +1245,9 @@ class LLM:
     def save(self, path: str | Path, note: object = None) -> None:
         """Writes what the rows hold, and no more, as one safetensors file. Links are followed.
 
-        OSError where it cannot be written, and UserError where the path is of something that is no
-        regular file. note: what else the file shall tell, in JSON
-        (`saved_facts` reads it)."""
+        note: anything in JSON that the file shall tell as well (`saved_facts` reads it). Raises
+        OSError if the file cannot be written, and UserError if the path is that of a folder, a
+        device or the like."""
         self._check_rows()
         self._end_stream()
         self._settle()
@@ -1203,10 +1267,11 @@ class LLM:
 
     @errors_in_python_words()
     def load(self, path: str | Path, room: int = 0) -> None:
-        """Makes the rows those of a file of `save`, in turn where there are more rows.
+        """Fills the rows with those of a file of `save`. If there are more rows than it has, they
+        get its rows in turn.
 
-        room: tokens that shall fit after them, where no max_seq_length was given. UserError where
-        the file is of another model, method or settings, or its rows do not fit."""
+        room: tokens that shall fit after them, if no max_seq_length was given. Raises UserError if
+        the file is of another model, method or settings, or if its rows do not fit."""
         self._end_stream()
         started = time.time()
         remedy = "load it with the options that saved it, or save it again"
@@ -1223,25 +1288,26 @@ class LLM:
                 self.max_seq_length = max(facts.max_seq_length, longest + room)
             self.build_engine(self.batch_size or len(facts.lengths))
         rows = len(self.token_ids)
-        needs = [
-            ("batch_size", len(facts.lengths), rows),
-            ("max_seq_length", longest, self.max_seq_length),
-        ]
-        for name, needed, here in needs:
-            if needed > here:
-                raise UserError(f"{path} needs a --{name} of {needed}, not {here}; raise --{name}")
+        capacity = self.max_seq_length
+        if len(facts.lengths) > rows:
+            needed = f"{path} needs a --batch_size of {len(facts.lengths)}, not {rows}"
+            raise UserError(f"{needed}; raise --batch_size")
+        if longest > capacity:
+            needed = f"{path} needs a --max_seq_length of {longest}, not {capacity}"
+            raise UserError(f"{needed}; raise --max_seq_length")
 
         states = []
         for i, n in enumerate(facts.lengths):
             state = {}
             for name, x in self.engine.row_state(0, n).items():
                 saved = tensors.get(f"{i}.{name}")
+                # A budget that is a fraction of max_seq_length makes tensors of other shapes.
                 if saved is None or saved.shape != x.shape:
                     was = f"saved with --max_seq_length {facts.max_seq_length}"
-                    fault = f"{was}, for which the budget is not that of {self.max_seq_length}"
+                    fault = f"{was}, for which the budget is not that of {capacity}"
                     remedy = f"give --max_seq_length {facts.max_seq_length}"
                     if longest + room > facts.max_seq_length:  # what is to follow would not fit
-                        remedy = f"save it again with --max_seq_length {self.max_seq_length}"
+                        remedy = f"save it again with --max_seq_length {capacity}"
                     raise UserError(f"{path}: {fault}; {remedy}")
                 state[name] = saved
             states.append(state)
@@ -1285,23 +1351,23 @@ class LLM:
     # ---- the steps behind these calls
 
     def build_engine(self, rows: int, need: int = 0) -> Engine:
-        """Builds the caches of so many rows, once; it may change the model's weights.
+        """Builds the caches and the engine for so many rows. The method may change the model's
+        weights.
 
-        need: tokens of a row, where there is no max_seq_length. UserError, before anything is
-        built, where something does not fit."""
+        need: tokens that a row must hold, if there is no max_seq_length. Raises UserError, before
+        anything is built, if something does not fit."""
         config = self.model.config
         capacity = self.max_seq_length
         if capacity is None:
-            most = min(config.max_positions, config.sliding_window or config.max_positions)
-            capacity = max(need, min(DEFAULT_LENGTH, most))
+            capacity = max(need, min(DEFAULT_LENGTH, most_tokens(config)))
         check_capacity(capacity, config, "--max_seq_length")
         artifact = load_artifact(self.source, self.method, self.model)
         check_memory(self.model, self.method, self.settings, artifact, rows, capacity)
         context = CacheContext(self.model, rows, capacity, self.use_kernels)
         caches = method_named(self.method).build(self.model, self.settings, context, artifact)
         if hasattr(self.settings, "budget") and sum(self.settings.budget(capacity)) >= capacity:
-            told = f"note: the budget covers {capacity} tokens: every token is attended"
-            print(told, file=sys.stderr)
+            note = f"note: the budget covers {capacity} tokens: every token is attended"
+            print(note, file=sys.stderr)
         graphed = context.device.type == "cuda"
         compiled = graphed if self.use_compile is None else self.use_compile
         if compiled and not graphed:
@@ -1325,7 +1391,8 @@ class LLM:
 
     @errors_in_python_words()
     def encode(self, prompt: Prompt, after: list[int] | tuple[int, ...] = ()) -> list[int]:
-        """Token ids of a prompt, with those that it follows. A chat's messages are all of it."""
+        """Token ids: those that the prompt comes after, then its own. The messages of a chat are
+        the whole chat, so nothing comes before them."""
         if is_chat(prompt):
             check_messages(prompt)
             return encode_chat(self._tokenizer_for_text(), prompt)
@@ -1344,9 +1411,8 @@ class LLM:
     def _prompt_ids(
         self, prompts: list[Prompt], max_new_tokens: int, follow: bool
     ) -> list[list[int]]:
-        """Steps 1 and 2, for all prompts of a call; it builds the engine where there is none.
-
-        follow: with the ids that the rows hold before them."""
+        """Steps 1 and 2 for all prompts of a call: their token ids, with those that a row holds
+        before them if they follow it. Builds the engine if there is none."""
         rows = len(self.token_ids) or self.batch_size or len(prompts)
         if len(prompts) == 0:
             raise UserError("there is no prompt; give one")
@@ -1355,7 +1421,9 @@ class LLM:
         self._end_stream()
         ids = []
         for i, prompt in enumerate(prompts):
-            held = self.token_ids[i] if follow and self.token_ids else []
+            held = []
+            if follow and self.token_ids:
+                held = self.token_ids[i]
             ids.append(self.encode(prompt, held))
         need = check_lengths(ids, max_new_tokens, self.max_seq_length, self.model.config)
         if self.engine is None:
@@ -1363,7 +1431,10 @@ class LLM:
         return ids
 
     def _begin_run(self, follow: bool = False) -> None:
-        """Begins the figures of a call. What it follows, if only read so far, is a part of it."""
+        """Begins the figures of a call.
+
+        After `prefill` or `load` a call that follows is the one which answers that prompt, so the
+        time of reading it counts here."""
         self._end_stream()
         read_s = 0.0
         if follow and self.run is not None and self.run.first_token_s is None:
@@ -1373,23 +1444,26 @@ class LLM:
     def _answer(
         self, prompts: list[list[int]], request: Request, follow: bool = False
     ) -> Iterator[NewToken]:
-        """Steps 3 to 7 for one group of prompts, one in each of the first rows. follow: the other
-        rows keep their ids, to be read again when they are wanted.
+        """Steps 3 to 7 for one group of prompts, one in each of the first rows. Yields the tokens
+        of their answers.
 
-        Yields the tokens of the answers. The books are kept at each of them, so that the caller may
-        take no more: `token_ids` and the outputs have what was yielded."""
+        follow: the other rows keep their ids, to be read again when they are wanted. A caller may
+        stop taking tokens at any time: `token_ids` and the outputs have what was yielded."""
         engine = self.engine
         run = self.run
         device = engine.context.device
+
+        # Step 3: read the prompts.
         run.rows = len(prompts)
         started = clock(device)
         self._read(prompts, follow)
         read_s = clock(device) - started
-        if run.first_token_s is None:  # later groups are no part of it
+        if run.first_token_s is None:  # the first group's; later ones are read after that token
             run.prefill_s += read_s
         outputs = [Output("", [], len(ids), "length") for ids in prompts]
         run.outputs += outputs
 
+        # What ends an answer.
         stop_ids: set[int] = set()
         if self.tokenizer and not request.ignore_eos:
             stop_ids = self.tokenizer.stop_ids
@@ -1399,7 +1473,9 @@ class LLM:
                 return True
             return request.one_line and "\n" in self.tokenizer.decode(ids).lstrip()
 
-        engine.pos[len(prompts) :] = 0  # idle rows run along in their first places
+        # Steps 4 to 7: decode. A step is always one of all rows. So idle rows run along, from
+        # position 0 on, where they cost least; what they held there is overwritten.
+        engine.pos[len(prompts) :] = 0
         engine.sampling = request.sampling
         stride = request.stride(stop_ids, device)
         n_steps = engine.n_steps
@@ -1414,7 +1490,7 @@ class LLM:
                 else:
                     outputs[token.row].token_ids.append(token.id)
                     yield token
-        finally:
+        finally:  # also where the caller takes no more tokens
             run.decode_s += time.time() - started
             run.row_steps += len(prompts) * (engine.n_steps - n_steps)
             engine.pos[len(prompts) :] = 0
@@ -1423,22 +1499,25 @@ class LLM:
                     output.text = self.tokenizer.decode(output.token_ids, prompt)
 
     def _read(self, prompts: list[list[int]], follow: bool) -> None:
-        """Makes the first rows hold a prompt each. Where all begin with what their rows hold, only
-        what is new is read. The other rows hold nothing then, or with follow what they held."""
-        positions = self.engine.pos.tolist()
+        """Makes the first rows hold a prompt each. If all prompts begin with what their rows hold
+        already, only the new tokens are read. The ids of the other rows are forgotten, unless
+        follow says to keep them."""
+        lengths = self.engine.pos.tolist()
         new = []
-        goes_on = True
-        for ids, held, n in zip(prompts, self.token_ids, positions, strict=False):
-            if not 0 < n <= len(held) or ids[:n] != held[:n]:
-                goes_on = False
+        all_go_on = True
+        for row, ids in enumerate(prompts):
+            n = lengths[row]
+            held = self.token_ids[row][:n]  # what the cache of the row has
+            if n == 0 or len(held) < n or ids[:n] != held:
+                all_go_on = False
             new.append(ids[n:])
         idle = [[] for _ in range(len(self.token_ids) - len(prompts))]
         try:
-            if not goes_on:
+            if not all_go_on:
                 self.engine.prefill(prompts + idle)
             elif any(new):
                 self.engine.append(new + idle)
-        except BaseException:  # Ctrl-C, too: what the rows hold now is nobody's
+        except BaseException:  # Ctrl-C, too: some rows may hold half a prompt
             self.engine.pos.zero_()
             raise
         self.token_ids[: len(prompts)] = [list(ids) for ids in prompts]
@@ -1448,11 +1527,13 @@ class LLM:
     def _pieces(self, prompt: Prompt, request: Request, follow: bool) -> Generator[str, None, None]:
         """The generator behind `stream`."""
         with errors_in_python_words():
-            own = self._open_stream
-            self._open_stream = None  # `_prompt_ids` must not end it
+            # What begins a call ends the open stream, which here is this generator itself. So it
+            # is hidden until they are done.
+            this_stream = self._open_stream
+            self._open_stream = None
             ids = self._prompt_ids([prompt], request.max_new_tokens, follow)
             self._begin_run(follow)
-            self._open_stream = own
+            self._open_stream = this_stream
             self._tokenizer_for_text()
             decoder = StreamDecoder(self.tokenizer, ids[0])
             for token in self._answer(ids, request, follow):
@@ -1460,23 +1541,27 @@ class LLM:
             yield decoder.flush()
 
     def _end_stream(self) -> None:
-        """Ends a stream that was left half-way: its cache is needed for what comes next."""
-        stream = self._open_stream and self._open_stream()
+        """Ends a stream that was left half-way, since the next call needs its cache."""
+        if self._open_stream is None:
+            return
+        stream = self._open_stream()  # of a weak reference: None if its caller has dropped it
         self._open_stream = None
         if stream is not None:
             stream.close()
 
     def _settle(self) -> None:
-        """Reads the rows again, if the cache of one is not that of its ids. A row that stopped ran
-        on while others were made; an idle one gave its places up."""
+        """Reads all rows again if the cache of one has not what its ids say. A row that stopped has
+        run on while others were still decoded, and an idle row has lost its tokens."""
         for ids, n in zip(self.token_ids, self.engine.pos.tolist(), strict=True):
-            lacks_last_token = n > 0 and n == len(ids) - 1  # which a step is still to write
-            if n != len(ids) and not lacks_last_token:
+            is_whole = n == len(ids)
+            lacks_last_token = n > 0 and n == len(ids) - 1  # the next step will write it
+            if not is_whole and not lacks_last_token:
                 self.engine.prefill(self.token_ids)
                 return
 
     def _restore(self, row: int, n: int, state: dict[str, Tensor], ids: list[int]) -> None:
-        """Makes a row one of these ids: of n, its state in the cache, as `row_state` gave it."""
+        """Makes a row hold these ids, by a state of n tokens that `row_state` gave. (n is one less
+        than the ids where the last token is still to be written.)"""
         self.engine.restore_row(row, n, state)
         self.token_ids[row] = list(ids)
 
@@ -1558,21 +1643,23 @@ def whole(least: int, most: int = 1 << 32) -> Callable[[str], int]:
 
 def add_settings(parser: Parser, method: str) -> None:
     """One option for each field of the method's settings dataclass."""
-    row = method_named(method)
+    settings_class = method_named(method).settings
+    in_papers = method_named(method).paper  # name -> the paper's value
     group = parser.add_argument_group(
-        f"settings of --method {method}", row.settings.__doc__, argument_default=argparse.SUPPRESS
+        f"settings of --method {method}", settings_class.__doc__, argument_default=argparse.SUPPRESS
     )
-    for f in dataclasses.fields(row.settings):
-        default = f.default
-        reads = {"type": f.type}
+    for f in dataclasses.fields(settings_class):
         if f.type is bool:
             default = "on" if f.default else "off"
-            reads = {"action": argparse.BooleanOptionalAction}
-        paper = ""
-        if f.name in row.paper:
-            paper = f"; paper {row.paper[f.name]}"
-        about = f"{f.metadata['help']} (default {default}{paper})".replace("%", "%%")
-        group.add_argument(f"--{f.name}", choices=f.metadata["choices"], help=about, **reads)
+            how_to_read = {"action": argparse.BooleanOptionalAction}
+        else:
+            default = f.default
+            how_to_read = {"type": f.type}
+        in_paper = ""
+        if f.name in in_papers:
+            in_paper = f"; paper {in_papers[f.name]}"
+        about = f"{f.metadata['help']} (default {default}{in_paper})".replace("%", "%%")
+        group.add_argument(f"--{f.name}", choices=f.metadata["choices"], help=about, **how_to_read)
 
 
 def add_device_option(parser: Parser) -> None:
@@ -1635,16 +1722,18 @@ def parser_of_methods(doc: str, argv: list[str]) -> Parser:
             description += f"\n  {name:13}{method_named(name).settings.__doc__}"
     parser = Parser(description=description, epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
-    # The method decides which settings exist, so it is read first.
-    early = Parser(add_help=False)
-    early.add_argument("--method", default="dense")
-    add_settings(parser, early.parse_known_args(argv)[0].method)
+    # The method decides which settings exist, so a small parser reads it before all else.
+    parser_of_method = Parser(add_help=False)
+    parser_of_method.add_argument("--method", default="dense")
+    known, _ = parser_of_method.parse_known_args(argv)
+    add_settings(parser, known.method)
     return parser
 
 
 def given_settings(args: argparse.Namespace) -> dict:
     """The settings of the method that a command line names, as `LLM` takes them."""
-    names = ["variant"] + [f.name for f in dataclasses.fields(method_named(args.method).settings)]
+    settings_class = method_named(args.method).settings
+    names = ["variant"] + [f.name for f in dataclasses.fields(settings_class)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -1714,7 +1803,8 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
         document, *questions = read_text(path).split("\nQuestion:")
         texts = [document]
         asks = asks or [f"Question:{text}".rstrip("\n") for text in questions]
-    if 1 < (args.batch_size or 1) < len(asks):
+    rows = args.batch_size or 1
+    if rows > 1 and rows < len(asks):  # one row answers them one after another
         raise UserError(f"--batch_size is at least the number of questions, {len(asks)}")
 
     prompts = []
@@ -1773,10 +1863,12 @@ def fill_rows(items: list, rows: int) -> list:
 def read_or_load(
     llm: LLM, args: argparse.Namespace, prompts: list[list[int]], asks: list[str]
 ) -> None:
-    """Reads or loads the prompts, with room for what comes after."""
+    """Reads or loads the prompts, with room for what comes after: a question and its answer."""
     room = args.max_new_tokens
     if asks:
-        room += max(len(llm.encode(f"\n{ask}", [0])) - 1 for ask in asks)
+        before = [0]  # some token that a question comes after, so that it gets no BOS
+        lengths = [len(llm.encode(f"\n{ask}", before)) - len(before) for ask in asks]
+        room += max(lengths)
     if args.load_cache:
         llm.load(args.load_cache, room)
         return
@@ -1794,49 +1886,55 @@ def answers_to(llm: LLM, args: argparse.Namespace, asks: list[str]) -> list[str]
 
 
 def run_generate(args: argparse.Namespace) -> None:
+    """The command: reads, answers or goes on, and reports."""
     llm = llm_of(args, args.method, args.options)
     prompts, asks = read_prompts(args, llm)
     read_or_load(llm, args, prompts, asks)
     if args.save_cache:
         llm.save(args.save_cache)
 
-    answers = {}  # of each method
-    rows = len(llm.token_ids)
-    streamed = llm.tokenizer is not None and rows == 1 and not asks and not args.json
+    answers = {}  # of each method, one for each question
+    has_tokenizer = llm.tokenizer is not None
+    is_streamed = has_tokenizer and len(llm.token_ids) == 1 and not asks and not args.json
     options = sampling_options(args)
     if asks:
         answers[args.method] = answers_to(llm, args, asks)
-    elif streamed:
+    elif is_streamed:
         for piece in llm.stream([], ignore_eos=args.ignore_eos, follow=True, **options):
             print(piece, end="", flush=True)
         print()
     else:
-        nothing_more = [[]] * rows
+        nothing_more = [[]] * len(llm.token_ids)
         llm.generate(nothing_more, ignore_eos=args.ignore_eos, follow=True, **options)
     figures = llm.report()
 
     # The same questions without compression, to compare with.
     is_compressed = args.method != "dense" and not llm.model.config.elitekv
     if asks and is_compressed and not args.json and not args.load_cache:
-        del llm  # the method may have changed the weights
-        llm = llm_of(args, "dense", {})
-        read_or_load(llm, args, prompts, asks)
-        answers["dense"] = answers_to(llm, args, asks)
+        del llm  # the method may have changed its weights, so the model is loaded again
+        dense = llm_of(args, "dense", {})
+        read_or_load(dense, args, prompts, asks)
+        answers["dense"] = answers_to(dense, args, asks)
 
     for i, ask in enumerate(asks):
         print(ask.split("\n")[0])
-        for method, said in answers.items():
-            print(f"  {method + ':':10} {said[i]}")
-    if llm.tokenizer and not asks and not streamed:
+        for method, answers_of_method in answers.items():
+            print(f"  {method + ':':10} {answers_of_method[i]}")
+    if has_tokenizer and not asks and not is_streamed:
         for i, text in enumerate(figures["text"]):
             print(f"[row {i}] {text}")
+    print_report(figures)
+    if args.json:
+        print(json.dumps(figures, separators=(",", ":")))
+
+
+def print_report(figures: dict) -> None:
+    """The single figures of a report on stderr, a line each; lists are only in --json."""
     print(file=sys.stderr)
     for name, value in figures.items():
         if value and not isinstance(value, list | dict):
             shown = human(value) if "bytes" in name else value
             print(f"{name:21} {shown}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(figures, separators=(",", ":")))
 
 
 def run_command(run: Callable[[], None]) -> None:

@@ -91,15 +91,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     """Exact causal attention after RoPE: q [..., S, Hq, D], k and v [..., P + S, Hkv, D] ->
     [..., S, Hq, D].
 
-    The first P keys are of the past, in any order: every query attends them."""
+    The last S keys are those of the queries' own tokens. The first P keys are of the past, in any
+    order, and every query attends all of them."""
     S = q.shape[-3]
     P = k.shape[-3] - S
-    # CUDA's kernels need rows of 16 bytes, and v may be a part of wqkv's of any width
+    # v may be a slice of wqkv's output, at any offset. CUDA's kernels want it aligned to 16 bytes.
     v = v.contiguous()
 
     def heads_first(x: Tensor) -> Tensor:
-        # [B, H, S, D], as flash attention wants them
-        return x.reshape(-1, *x.shape[-3:]).transpose(1, 2)
+        """[..., S, H, D] -> [B, H, S, D], as scaled_dot_product_attention wants them."""
+        S, H, D = x.shape[-3:]
+        return x.reshape(-1, S, H, D).transpose(1, 2)
 
     shares_keys = q.shape[-2] != k.shape[-2]
     attention = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=shares_keys)
@@ -108,17 +110,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     values = heads_first(v)
     if P == 0:
         out = attention(queries, keys, values, is_causal=True)
-    elif q.is_cuda and q.dtype != torch.float32:  # flash attention, which reads no mask
+    elif q.is_cuda and q.dtype != torch.float32:
+        # Flash attention, which knows this mask without reading one from memory.
         from torch.nn.attention.bias import causal_lower_right  # only now: it imports triton
 
         out = attention(queries, keys, values, attn_mask=causal_lower_right(S, P + S))
     else:
+        # A mask of all queries would take S x (P + S) bytes, so they attend in chunks.
         parts = []
         for first in range(0, S, QUERY_CHUNK):
             chunk = queries[:, :, first : first + QUERY_CHUNK]
             position = torch.arange(P + first, P + first + chunk.shape[2], device=q.device)
-            is_past = torch.arange(P + S, device=q.device) <= position[:, None]  # [chunk, P + S]
-            parts.append(attention(chunk, keys, values, attn_mask=is_past))
+            may_attend = torch.arange(P + S, device=q.device) <= position[:, None]  # [chunk, P + S]
+            parts.append(attention(chunk, keys, values, attn_mask=may_attend))
         out = torch.cat(parts, 2)
     return out.transpose(1, 2).reshape(q.shape)
 
@@ -127,8 +131,9 @@ class Attention(nn.Module):
     """Multi-head attention with grouped queries, up to the one seam: `attend` gets q, k and v
     before RoPE.
 
-    A method may append rows to wqkv when the model is loaded (or put them in v's place, and change
-    wo). `attend` then gets their products as further arguments."""
+    When the model is loaded, a method may fold a matrix of its own into wqkv, as rows after v's, or
+    in place of them (then it changes wo, too). `attend` gets what these rows make of x as further
+    arguments, `folded`."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -144,7 +149,7 @@ class Attention(nn.Module):
             self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """x [..., dim] -> [..., dim]; attend(q, k, v, *folded) gives the heads' outputs
+        """x [..., dim] -> [..., dim]. attend(q, k, v, *folded) makes the output of each head,
         [..., Hq, D]."""
         return self.wo(self.attend_heads(self.wqkv(x), attend))
 
@@ -180,7 +185,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to x."""
+    """x + attention(norm(x)), then the same with the feed-forward network."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -207,9 +212,9 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.fingerprint = "random"  # names the weights; an artifact of other weights is refused
-        # do the weights have what the method folds into them (`Method.build`)?
-        self.is_folded = False
+        # Names the weights, so that what was fitted to other weights can be refused.
+        self.fingerprint = "random"
+        self.is_folded = False  # has a method folded something into the weights (`Method.build`)?
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -222,10 +227,11 @@ class Llama(nn.Module):
         return self.tok_embeddings(tokens).to(self.norm.weight.dtype)
 
     def forward(self, tokens: Tensor, attend: Callable[..., Tensor] | None = None) -> Tensor:
-        """Training and reference pass: tokens [B, S] -> hidden states [B, S, dim], for `output`.
+        """A pass for training and as a reference: tokens [B, S] -> hidden states [B, S, dim], of
+        which `output` makes logits.
 
-        attend(i, cos, sin, q, k, v), with layer i's q and k before RoPE, replaces exact
-        attention."""
+        attend(i, cos, sin, q, k, v) replaces exact attention; it gets q and k of layer i before
+        RoPE."""
         cos, sin = rope_tables(self.config, tokens.shape[-1], tokens.device)
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
@@ -238,15 +244,16 @@ class Llama(nn.Module):
     def extend(
         self, tokens: Tensor, row: int, start: int, caches: list, tick: Callable[[], None]
     ) -> Tensor:
-        """Reads tokens [S] of row `row` at positions from `start` on into every cache -> the last
-        logits [V].
+        """Reads tokens [S] into row `row` of every cache, at positions from `start` on. Returns the
+        logits after the last token, [V].
 
-        Layer by layer, so that one layer's full K and V exist at a time; tick is called after
-        each."""
+        All tokens go through one layer before the next, so only one layer's full K and V exist at a
+        time. tick is called after each layer."""
         x = self.embed(tokens)  # [S, dim]
         for layer, cache in zip(self.layers, caches, strict=True):
-            x += layer.attention(layer.attention_norm(x), partial(cache.prefill, row, start))
-            for chunk in x.split(self.MLP_CHUNK):
+            attend = partial(cache.prefill, row, start)
+            x += layer.attention(layer.attention_norm(x), attend)
+            for chunk in x.split(self.MLP_CHUNK):  # views of x, which the sum changes in place
                 chunk += layer.feed_forward(layer.ffn_norm(chunk))
             tick()
         return self.output(self.norm(x[-1:]))[0]
@@ -259,7 +266,7 @@ class Llama(nn.Module):
         step = step or decode_layer
         last = last or decode_logits
         x = self.embed(tokens)  # [B, dim]
-        update = torch.zeros_like(x)
+        update = torch.zeros_like(x)  # what the MLP of a layer adds to x; the next layer adds it
         for layer, cache in zip(self.layers, caches, strict=True):
             x, update = step(layer, x, update, pos, cache)
         return last(self.norm, self.output, x, update)
@@ -268,11 +275,11 @@ class Llama(nn.Module):
 def decode_layer(
     layer: Layer, x: Tensor, update: Tensor, pos: Tensor, cache
 ) -> tuple[Tensor, Tensor]:
-    """One layer of a decode step: x [B, dim], and the last MLP's update of it -> the same after
-    this layer.
+    """One layer of a decode step: x [B, dim], and what the MLP of the layer before adds to it ->
+    x, and what this layer's MLP adds to it.
 
-    x + update is summed here, and not in the layer before, so that torch.compile fuses it with the
-    norm."""
+    The sum x + update waits for the next layer, because torch.compile can fuse it with the norm
+    there."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *folded: Tensor) -> Tensor:
         return cache.decode(pos, q, k, v, *folded)
@@ -310,18 +317,21 @@ def scale_linear(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRop
 
 
 def scale_llama3(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
-    """Llama 3.1: slow pairs are slowed by `factor`, fast pairs kept, the pairs between blended."""
-    low = rope["low_freq_factor"]
-    high = rope["high_freq_factor"]
-    # over the original context
+    """Llama 3.1: pairs that turn slowly are slowed by `factor`, fast ones stay as they are, and
+    those between are blended."""
+    low = rope["low_freq_factor"]  # turns up to which a pair is slow
+    high = rope["high_freq_factor"]  # turns from which it is fast
+    # how often each pair turns over the original context
     turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return ScaledRope((1 - kept) * inv_freq / rope["factor"] + kept * inv_freq, 1.0)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow, 1: fast
+    slow_part = (1 - kept) * inv_freq / rope["factor"]
+    fast_part = kept * inv_freq
+    return ScaledRope(slow_part + fast_part, 1.0)
 
 
 def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
-    """YaRN (arXiv 2309.00071): blends by wavelength, and scales cos and sin to keep the logits'
-    spread."""
+    """YaRN (arXiv 2309.00071): slows the slow pairs, too, and scales cos and sin, so that the
+    logits keep their spread in a longer context."""
     factor = rope["factor"]
     original = rope["original_max_position_embeddings"]
 
@@ -342,7 +352,7 @@ def scale_yarn(inv_freq: Tensor, rope: dict, config: ModelConfig) -> ScaledRope:
     slowed = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
     inv_freq = inv_freq * (1 - slowed) + inv_freq / factor * slowed
 
-    # 2. The scale, which config.json may give in two ways.
+    # 2. The scale. config.json may give it, or two numbers that it follows from, or neither.
     gain = 0.1 * math.log(max(factor, 1.0))
     scale = rope.get("attention_factor")
     if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -364,11 +374,15 @@ def rope_tables(
     config: ModelConfig, n_positions: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair: two fp32 tables [n_positions, D/2]."""
+    # 1. Plain RoPE: pair c turns by theta^(-2c/D) radians a token. The model's variant changes it.
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim  # [D/2]
+    plain_inv_freq = config.rope_theta**-exponent
     rope = config.rope_scaling or {"rope_type": "default"}
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    scaled = ROPE_SCALINGS[rope["rope_type"]](config.rope_theta**-exponent, rope, config)
-    # Frequencies are rounded to fp32, as in the training code of the models; angles are exact
-    # products.
+    scale_variant = ROPE_SCALINGS[rope["rope_type"]]
+    scaled = scale_variant(plain_inv_freq, rope, config)
+
+    # 2. The tables. Models were trained with frequencies in fp32, so they are rounded to fp32;
+    # their products with positions are exact.
     inv_freq = scaled.inv_freq.float().double()
     position = torch.arange(n_positions, dtype=torch.float64)
     angles = torch.outer(position, inv_freq)
@@ -458,15 +472,15 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
-    """What a config.json says. Raises UserError for what this file does not compute, and KeyError
-    for a field that is missing."""
+    """The ModelConfig of a config.json's fields. Raises UserError for what this file does not
+    compute, and KeyError for a field that is missing."""
     family = hf.get("model_type")
     quantization = hf.get("quantization_config") or {}
     check_supported("model_type", family, FAMILIES)
     check_supported("hidden_act", hf.get("hidden_act", "silu"), ("silu",))
     check_supported("quant_method", quantization.get("quant_method"), (None,))
 
-    # RoPE
+    # RoPE. Its fields have had several names, and some have stood at the top level.
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     rotated_part = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
@@ -475,10 +489,10 @@ def config_from_hf(hf: dict) -> ModelConfig:
     max_positions = hf["max_position_embeddings"]
     original = "original_max_position_embeddings"
     rope[original] = hf.get(original) or rope.get(original) or max_positions
-    if rope["rope_type"] in ("linear", "yarn"):  # they reach beyond what the model was made for
+    if rope["rope_type"] in ("linear", "yarn"):  # max_position_embeddings may be the original's
         max_positions = max(max_positions, math.floor(rope[original] * rope["factor"]))
 
-    # What families do without saying so
+    # Some families have biases or a sliding window by their code, and not by these fields.
     attention_bias = hf.get("attention_bias") or False
     sliding_window = None
     if family in ("mistral", "phi3") or hf.get("use_sliding_window"):
@@ -607,8 +621,8 @@ PHI3_NAMES = HF_NAMES | {  # Phi-3 fuses as we do
 
 
 def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
-    """The rows of a matrix or bias of this name, ours or a checkpoint's, by projection: views, of
-    which a matrix that is not fused has one."""
+    """Splits a fused matrix or bias into views: the rows of q, k and v, or those of the gate and
+    the up projection. Others stay whole. name: ours or a checkpoint's, which says what it is."""
     if ".wqkv." in name or ".qkv_proj." in name:
         return rows.split([c.n_heads * c.head_dim, c.kv_dim, c.kv_dim])
     if ".w13." in name or ".gate_up_proj." in name:
@@ -617,23 +631,25 @@ def projections(rows: Tensor, name: str, c: ModelConfig) -> tuple[Tensor, ...]:
 
 
 def weight_slots(model: Llama, part: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Where each Hugging Face tensor of a part of the model goes: its name, and a view of (rows of)
-    a parameter."""
-    names = PHI3_NAMES if model.config.family == "phi3" else HF_NAMES
+    """Where each Hugging Face tensor goes: its name, and a view of a parameter, or of rows of one.
+
+    part: a submodule whose tensors are wanted, such as "layers.3"; "" for the whole model."""
+    hf_names = PHI3_NAMES if model.config.family == "phi3" else HF_NAMES
     for path, parameter in model.get_submodule(part).named_parameters(part):
         # "layers.3.attention.wqkv.weight" -> "layers.3.", "attention.wqkv", "weight"
         layer, module, kind = re.fullmatch(r"(layers\.\d+\.|)(.+)\.(\w+)", path).groups()
-        prefix = "" if module == "output" else "model."
+        names = hf_names[module]
         slots = (parameter,)
-        if len(names[module]) > 1:
+        if len(names) > 1:
             slots = projections(parameter, path, model.config)
-        for name, slot in zip(names[module], slots, strict=True):
+        prefix = "" if module == "output" else "model."
+        for name, slot in zip(names, slots, strict=True):
             yield f"{prefix}{layer}{name}.{kind}", slot
 
 
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """A folder's safetensors files, with the index's tensors (None: all). UserError if one is
-    missing."""
+    """A folder's safetensors files, each with the names of the tensors that the folder's index
+    finds in it; None means all. Raises UserError if a file is missing."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     files = {}
@@ -655,9 +671,11 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
     """The shapes of a safetensors file's tensors, by its header. UserError for a damaged file."""
     try:
         with safe_open(file, "pt") as tensors:
-            # unused
-            names = [name for name in tensors.keys() if not name.endswith("rotary_emb.inv_freq")]
-            return {name: tensors.get_slice(name).get_shape() for name in names}
+            shapes = {}
+            for name in tensors.keys():
+                if not name.endswith("rotary_emb.inv_freq"):  # old files have it; it is computed
+                    shapes[name] = tensors.get_slice(name).get_shape()
+            return shapes
     except SafetensorError as error:
         message = f"{file}: truncated or not a safetensors file; download it again ({error})"
         raise UserError(message) from None
@@ -668,6 +686,8 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
 
     Raises UserError for a damaged file, and for the first tensor that is not as the config asks."""
     folder = next(iter(files)).parent
+
+    # 1. All tensors of the files, but for those that an index does not name.
     file_of = {}
     shape_of = {}
     for file, indexed in files.items():
@@ -681,8 +701,8 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
                 file_of[name] = file
                 shape_of[name] = shape
 
-    # A tied model's one matrix may have either of two names. A model whose files have both is not
-    # tied.
+    # 2. A tied model has one matrix for its embedding and its output, under either name. A model
+    # whose files have both is not tied, whatever its config says.
     embeddings = "model.embed_tokens.weight"
     head = "lm_head.weight"
     if config.tied and head in file_of:
@@ -692,6 +712,7 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
             file_of[embeddings] = file_of.pop(head)
             shape_of[embeddings] = shape_of.pop(head)
 
+    # 3. Each tensor has the shape that the config asks for, none is missing, and none is too many.
     if config.n_layers > len(file_of):
         raise UserError(f"{folder}: {len(file_of)} tensors cannot be {config.n_layers} layers")
     with torch.device("meta"):
@@ -706,8 +727,8 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of the sizes and of 64 spread 4 KiB blocks of the files: cheap, and new for new
-    weights."""
+    """A hash that other weights would not have: of each file's size, and of 64 blocks of 4 KiB that
+    are spread over it. Reading all of a file would take too long."""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -810,12 +831,12 @@ def load_model(
 
     def fill(model: Llama, part: str) -> None:
         for name, slot in weight_slots(model, part):
-            # opened for each: its pages leave the memory again
+            # The file is opened for each tensor, so that its pages leave the memory again.
             with safe_open(file_of[name], "pt") as file:
                 stored_name = name if name in file.keys() else "lm_head.weight"  # of a tied model
                 tensor = file.get_tensor(stored_name)
             copy_weight(model, name, slot, tensor)
-            # one pass, and no mask in memory
+            # The least and the largest weight say it, and need no mask as large as the tensor.
             is_finite = torch.stack(slot.aminmax()).isfinite().all()
             if not is_finite:
                 advice = "use --dtype bf16" if tensor.isfinite().all() else "download it again"
@@ -883,40 +904,43 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 class Tokenizer:
     """Text into token ids and back: what the three kinds below have in common.
 
-    special_tokens  ids of the control tokens by name; no text of a user's ever becomes one
+    special_tokens  name -> id of each control token; a user's text never becomes one of them
     stop_ids        tokens that end an answer: the files' eos_token_id, and those of STOP_TOKENS
     bos_id          the token before a text, or None
     add_bos         do this model's prompts start with bos_id?
-    vocab_size      ids of the tokenizer; rows: of the model's embedding, which may have more
-    chat_template   the model's own, in Jinja; chat_variables: what it may name, such as bos_token
+    vocab_size      how many ids the tokenizer has
+    rows            how many the model's embedding has, which may be more (padding)
+    chat_template   the model's own, in Jinja, or ""
+    chat_variables  tokens that the template may name, such as bos_token -> "<s>"
 
     A kind has three methods of its own: load, text_ids and decode_ids."""
 
     vocab_size: int
 
     def __init__(self, folder: Path):
+        # 1. What the files say, without a library.
         self.folder = folder
         settings = read_json(folder / "tokenizer_config.json")
         self.settings = {key: value for key, value in settings.items() if value is not None}
         self.chat_template = read_chat_template(folder, self.settings)
         self.chat_variables = token_names(self.settings)
 
-        # What `load` may set.
+        # 2. What the library says. `load` may set any of these.
         self.bos_id = None
         self.add_bos = False
-        self.unknown_id = None  # of what the vocabulary cannot write
-        self.space_after_special = (
-            False  # does text after a control token get a space, as a text's start does?
-        )
+        self.unknown_id = None  # the token for what the vocabulary cannot write
+        self.space_after_special = False  # may text after a control token get a space before it?
         self.strips_before: set[int] = set()  # added tokens that take the spaces before them
-        self.strips_after: set[int] = set()
+        self.strips_after: set[int] = set()  # and those after them
         self.special_tokens = self.load()
 
+        # 3. BOS.
         if self.bos_id is None:
             self.bos_id = self.special_tokens.get(self.chat_variables.get("bos_token"))
-        self.add_bos = (
-            bool(self.settings.get("add_bos_token", self.add_bos)) and self.bos_id is not None
-        )
+        adds_bos = bool(self.settings.get("add_bos_token", self.add_bos))
+        self.add_bos = adds_bos and self.bos_id is not None
+
+        # 4. Tokens that end an answer: some are known by name, and two files give ids.
         config = read_json(folder / "config.json")
         self.rows = max(self.vocab_size, config.get("vocab_size", 0))
         self.stop_ids = set()
@@ -925,19 +949,24 @@ class Tokenizer:
                 self.stop_ids.add(self.special_tokens[name])
         for file in (config, read_json(folder / "generation_config.json")):
             eos = file.get("eos_token_id")
-            if eos is not None:
-                self.stop_ids.update(eos if isinstance(eos, list) else [eos])
+            if isinstance(eos, list):
+                self.stop_ids.update(eos)
+            elif eos is not None:
+                self.stop_ids.add(eos)
+
+        # 5. Tokens that no text may become. The unknown one may, unless it has another task.
         self.control_ids = set(self.special_tokens.values())
         if self.unknown_id not in {self.bos_id, *self.stop_ids}:
-            self.control_ids.discard(self.unknown_id)  # a text may become that one
+            self.control_ids.discard(self.unknown_id)
 
     def load(self) -> dict[str, int]:
         """Opens the library, and gives the ids of the control tokens by name."""
         raise NotImplementedError
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
-        """The library's ids of text. add_space: put a space first, if this model's texts get
-        one."""
+        """The library's ids of a text, in which a control token's name is plain text.
+
+        add_space: put a space first, if this model's texts get one."""
         raise NotImplementedError
 
     def decode_ids(self, ids: list[int]) -> str:
@@ -961,13 +990,15 @@ class Tokenizer:
             if is_special:
                 ids.append(self.special_tokens[text])
                 continue
+            # Spaces beside a control token may belong to it.
             if ids and ids[-1] in self.strips_after:
                 text = text.lstrip()
             if i + 1 < len(segments):
                 next_text, next_is_special = segments[i + 1]
                 if next_is_special and self.special_tokens[next_text] in self.strips_before:
                     text = text.rstrip()
-            ids += self.encode_text(text, add_space=not ids or self.space_after_special)
+            is_start = not ids
+            ids += self.encode_text(text, add_space=is_start or self.space_after_special)
         if bos and self.add_bos and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -975,21 +1006,27 @@ class Tokenizer:
     def encode_text(self, text: str, add_space: bool) -> list[int]:
         """Token ids of a user's text, none of which is a control token.
 
-        The libraries are told to take a control token's name for plain text (`text_ids`). But a
-        vocabulary may have that name among its words as well: the ids of its letters stand in the
-        place of that word. And what the vocabulary cannot write is left out, if the token for it is
-        one that ends an answer."""
+        `text_ids` takes a control token's name for plain text. It may still give the token's id,
+        since a vocabulary can have the name among its words; then the ids of its letters stand in
+        for it. It may also give the token for what the vocabulary cannot write. If that one is a
+        control token, because it ends answers, too, then it is left out."""
         ids = []
         for token_id in self.text_ids(text, add_space):
             if token_id not in self.control_ids:
                 ids.append(token_id)
             elif token_id != self.unknown_id:
                 for letter in self.special_name(token_id):
-                    ids += [i for i in self.text_ids(letter, False) if i not in self.control_ids]
+                    for letter_id in self.text_ids(letter, False):
+                        if letter_id not in self.control_ids:
+                            ids.append(letter_id)
         return ids
 
     def special_name(self, token_id: int) -> str:
-        return next(name for name, i in self.special_tokens.items() if i == token_id)
+        """The name of a control token."""
+        for name, special_id in self.special_tokens.items():
+            if special_id == token_id:
+                return name
+        raise KeyError(token_id)
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Text of ids, control tokens left out; UserError for an id outside the vocabulary.
@@ -1007,7 +1044,7 @@ class Tokenizer:
             self.strips_after.add(token_id)
 
     def __reduce__(self) -> tuple:
-        """How it is pickled: by its folder, which another process loads again."""
+        """How a tokenizer is pickled: as its folder, from which another process loads it again."""
         return load_tokenizer, (self.folder,)
 
 
@@ -1020,13 +1057,16 @@ def read_chat_template(folder: Path, settings: dict) -> str:
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text; download it again") from error
     template = settings.get("chat_template", "")
-    if isinstance(template, list):  # several, each for a use
-        template = {choice["name"]: choice["template"] for choice in template}.get("default", "")
+    if isinstance(template, list):  # several, each with a name that says what it is for
+        templates = {choice["name"]: choice["template"] for choice in template}
+        template = templates.get("default", "")
     return template
 
 
 def token_names(settings: dict) -> dict[str, str]:
-    """The tokens that tokenizer_config.json gives a part: {"eos_token": "</s>", ...}."""
+    """The tokens that have a task by tokenizer_config.json: {"eos_token": "</s>", ...}.
+
+    A token is given as its name, or as an object with the name as its content."""
     tokens = {key: token for key, token in settings.items() if key.endswith("_token")}
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):
@@ -1058,11 +1098,14 @@ class HfTokenizer(Tokenizer):
 
         path = self.folder / "tokenizer.json"
         data = read_json(path)
+
+        # 1. Two libraries: one for the start of a text, which may get a space before it, and one
+        # for text that goes on, without the steps that put it there.
         steps = {key: data.get(key) for key in ("normalizer", "pre_tokenizer")}
         steps_without_space = json.loads(json.dumps(steps), object_hook=without_space)
-        self.space_after_special = '"first"' not in json.dumps(steps)  # a prepend_scheme
+        # With the prepend_scheme "first" only a text's very start gets a space.
+        self.space_after_special = '"first"' not in json.dumps(steps)
 
-        # 1. Two libraries: one for a text's start, and one for text that goes on.
         def open_library(data: dict) -> tokenizers.Tokenizer:
             try:
                 library = tokenizers.Tokenizer.from_str(json.dumps(data))
@@ -1080,7 +1123,7 @@ class HfTokenizer(Tokenizer):
         if steps_without_space != steps:
             self.continuing = open_library(data | steps_without_space)
 
-        # 2. Ids of all tokens. The library numbers added tokens itself, whatever the file says.
+        # 2. Ids of all tokens. The library numbers added tokens itself, so the file must agree.
         vocab = self.library.get_vocab()
         added = {token["content"]: token for token in data.get("added_tokens") or []}
         for name, token in added.items():
@@ -1089,13 +1132,15 @@ class HfTokenizer(Tokenizer):
         self.vocab_size = max(vocab.values()) + 1
         self.unknown_id = vocab.get(data["model"].get("unk_token"), data["model"].get("unk_id"))
 
-        # 3. Control tokens: those of the file, and those that only the settings call so.
+        # 3. Control tokens: those that the file calls special, and those that only the settings, or
+        # STOP_TOKENS, say are such. The library has to be told of these.
         special = {name for name, token in added.items() if token["special"]}
-        more = {name for name in STOP_TOKENS if name in added}
-        more.update(control_names(self.settings) & vocab.keys())
+        told = {name for name in STOP_TOKENS if name in added}
+        told.update(control_names(self.settings) & vocab.keys())
         for library in (self.library, self.continuing):
-            library.add_special_tokens(sorted(more - special))
-        for name in special | more:
+            library.add_special_tokens(sorted(told - special))
+        special |= told
+        for name in special:
             self.note_spaces(vocab[name], added.get(name, {}))
 
         # 4. BOS, if the file puts a control token before a text.
@@ -1103,7 +1148,7 @@ class HfTokenizer(Tokenizer):
         if encoding.special_tokens_mask[:1] == [1]:
             self.bos_id = encoding.ids[0]
             self.add_bos = True
-        return {name: vocab[name] for name in sorted(special | more)}
+        return {name: vocab[name] for name in sorted(special)}
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
         library = self.library if add_space else self.continuing
@@ -1128,8 +1173,9 @@ def without_space(step: dict) -> dict:
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer.model without a tokenizer.json, run by sentencepiece (Llama 2, Mistral, nano).
 
-    Spaces are put where transformers puts them: to a LlamaTokenizer a text that starts with a space
-    has one already, and unless it is a `legacy` one it puts none after a control token."""
+    sentencepiece puts a space before a text, so that a word is the same token at the start and in
+    the middle. We put one where transformers does: not before a text that starts with a space, if
+    it is a LlamaTokenizer, and after a control token only if that is a `legacy` one."""
 
     def load(self) -> dict[str, int]:
         from sentencepiece import SentencePieceProcessor
@@ -1150,11 +1196,10 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         sp = self.processor
 
-        # 1. Spaces.
+        # 1. Spaces: what the settings say, and what the file does.
         legacy = self.settings.get("legacy")
-        self.first_space_is_enough = (
-            "Llama" in self.settings.get("tokenizer_class", "") or legacy is False
-        )
+        is_llama = "Llama" in self.settings.get("tokenizer_class", "")
+        self.first_space_is_enough = is_llama or legacy is False
         self.space_after_special = bool(legacy) or not self.first_space_is_enough
         self.adds_space = sp.encode("a") != self.continuing.encode("a")
         self.removes_spaces = sp.encode("a  a") == sp.encode("a a")  # all but one between words
@@ -1175,10 +1220,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.names = {i: name for name, i in self.vocab.items()}
         self.vocab_size = max(self.names) + 1
         self.unknown_id = sp.unk_id()
-        # A regular expression takes the first alternative that fits: the longest name has to be
-        # first.
+        # A regular expression takes the first alternative that fits, so the longest name is first.
         longest_first = sorted(self.text_tokens, key=len, reverse=True)
-        self.text_token_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        any_name = "|".join(map(re.escape, longest_first))
+        matches_nothing = "(?!)"
+        self.text_token_pattern = re.compile(any_name or matches_nothing)
 
         # 3. BOS and EOS, if tokenizer_config.json does not name them.
         for key, i in (("bos_token", sp.bos_id()), ("eos_token", sp.eos_id())):
@@ -1189,31 +1235,28 @@ class SentencePieceTokenizer(Tokenizer):
 
     def text_ids(self, text: str, add_space: bool) -> list[int]:
         ids = []
-        end = 0
+        done = 0  # characters of the text whose ids are there
         for match in self.text_token_pattern.finditer(text):
+            start, end = match.span()
             token = self.text_tokens[match[0]]
-            neighbours = (
-                text[max(match.start() - 1, 0) : match.start()]
-                + text[match.end() : match.end() + 1]
-            )
+            neighbours = text[max(start - 1, 0) : start] + text[end : end + 1]
             if token.get("single_word") and re.search(r"\w", neighbours):
-                continue
-            before = text[end : match.start()]
+                continue  # a part of a longer word
+            before = text[done:start]
             if token.get("lstrip"):
                 before = before.rstrip()
             ids += self.processor_ids(before, add_space)
             ids.append(self.vocab[match[0]])
-            end = match.end()
             if token.get("rstrip"):
                 end = re.compile(r"\s*").match(text, end).end()
+            done = end
             add_space = add_space and self.space_after_special
-        return ids + self.processor_ids(text[end:], add_space)
+        return ids + self.processor_ids(text[done:], add_space)
 
     def processor_ids(self, text: str, add_space: bool) -> list[int]:
-        """Ids of text in which no added token is."""
+        """Ids of a text without added tokens. In sentencepiece's words a space is written ▁."""
         if text.startswith(" ") and self.removes_spaces:
-            add_space = True  # in the place of the text's own, which is removed
-        # ▁ is how a space is written
+            add_space = True  # for the text's own space, which the processor removes
         elif text.startswith((" ", "▁")) and self.first_space_is_enough:
             add_space = False
         processor = self.processor if add_space else self.continuing
@@ -1274,20 +1317,24 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Decodes token by token; its pieces join to what `Tokenizer.decode` gives, and cut no
-    character."""
+    """Decodes token by token. Its pieces join to what `Tokenizer.decode` gives, and none ends
+    within a character.
+
+    A token has no text of its own: it may be a part of a character, and at the start of a text it
+    may lose a space. So `pending` tokens wait until their text is complete, and they are decoded
+    together with the `shown` tokens before them, whose text is then cut off."""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self.special_ids = set(tokenizer.special_tokens.values())
-        self.new: list[int] = []  # tokens whose text may not be complete
-        # The last token with a text before them: at its start a text may lose a space.
-        self.old: list[int] = []
+        self.pending: list[int] = []
+        self.shown: list[int] = []
+        # Of the tokens before, the last one that has some text is enough.
         for token_id in reversed(after):
-            if token_id not in self.special_ids and tokenizer.decode_ids([token_id]).strip(
-                "\ufffd"
-            ):
-                self.old = [token_id]
+            if token_id in self.special_ids:
+                continue
+            if tokenizer.decode_ids([token_id]).strip("\ufffd"):
+                self.shown = [token_id]
                 break
 
     def push(self, token_id: int) -> str:
@@ -1296,16 +1343,16 @@ class StreamDecoder:
         if not 0 <= token_id < rows:
             raise UserError(f"token id {token_id} is outside the vocabulary of {rows} ids")
         if token_id not in self.special_ids:
-            self.new.append(token_id)
+            self.pending.append(token_id)
         text = self.flush()
         if not text or text.endswith("\ufffd"):  # perhaps the first bytes of a character
             return ""
-        self.old = self.new
-        self.new = []
+        self.shown = self.pending
+        self.pending = []
         return text
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD where it stops in the middle of a character, else ""."""
-        old_text = self.tokenizer.decode_ids(self.old)
-        text = self.tokenizer.decode_ids(self.old + self.new)
-        return text[len(old_text) :]
+        """The text of what is pending: U+FFFD where it stops in the middle of a character."""
+        shown_text = self.tokenizer.decode_ids(self.shown)
+        text = self.tokenizer.decode_ids(self.shown + self.pending)
+        return text[len(shown_text) :]

@@ -6,14 +6,14 @@
     tokens = model.generate(**inputs, max_new_tokens=100)
     print(cache.report())  # its bytes
 
-Only the model's attention becomes ours, together with what the method folds into weights. A
-forward of several tokens reads a prompt, or more of it, row by row, by `Cache.prefill`. A forward
-of one token for each row is a step, by `Cache.decode`. Left padding enters no cache; its attention
-is zero.
+`compress` replaces the model's attention by ours, and leaves the rest of the model to transformers.
+A forward of several tokens reads a prompt, or more of it, row by row, by `Cache.prefill`. A forward
+of one token for each row is a step, by `Cache.decode`. Padding on the left enters no cache; what
+attention gives there is zero.
 
-A forward of your own names the cache: model(ids, cache=cache), or past_key_values=cache in versions
-of transformers that have this name for it. `crop` then takes the cache back, for example to the end
-of a context about which there are several questions:
+If you call the model yourself, give it the cache: model(ids, cache=cache), or past_key_values=cache
+in versions of transformers where it has this name. `crop` takes the cache back, for example to the
+end of a context about which there are several questions:
 
     model(context_ids, cache=cache)
     n = cache.get_seq_length()
@@ -22,8 +22,8 @@ of a context about which there are several questions:
         ...  # and a forward for each token of the answer
         cache.crop(n)
 
-So does the pipeline of kvpress, once its `_remove_answer_from_cache(cache, cache_seq_lengths)` is
-`cache.crop(cache_seq_lengths[0])`.
+The pipeline of kvpress works in this way, too. It runs over this cache if you replace its method
+`_remove_answer_from_cache(cache, cache_seq_lengths)` by `cache.crop(cache_seq_lengths[0])`.
 """
 
 import functools
@@ -69,8 +69,10 @@ from model import (
 
 
 def parts_by_position(store: Store, max_seq_length: int) -> list[str]:
-    """The names of a store's parts in which each token has a place of its own, by its position.
-    What lies there beyond a row's length is never read, so that a row goes back by its length."""
+    """The names of a store's parts that keep each token at a place of its own, by its position.
+
+    Later tokens do not overwrite earlier ones there, and what lies beyond a row's length is never
+    read. So a row can go back in these parts by its length alone."""
     if isinstance(store, RaggedStore):
         return list(store.row_state(0, 1))
     if isinstance(store, ChannelKeys):
@@ -82,9 +84,9 @@ def parts_by_position(store: Store, max_seq_length: int) -> list[str]:
 
 
 def overwritten_state(cache: Cache, row: int, length: int) -> dict[str, Tensor]:
-    """Views of all that later tokens overwrite of a row of `length` tokens, by name.
+    """Views of whatever later tokens would overwrite in a row of `length` tokens, by name.
 
-    It is empty for a cache that can go back to any length, as the dense one."""
+    There is none in a cache that can go back to any length, such as the dense one."""
     state = cache.row_state(row, length)
     for name, store in cache.named_modules():
         if isinstance(store, Store):
@@ -96,18 +98,18 @@ def overwritten_state(cache: Cache, row: int, length: int) -> dict[str, Tensor]:
 class Reading(NamedTuple):
     """The state after a forward that read several tokens, to which a cache can go back."""
 
-    seen: int  # columns of the batch
-    overwritten: list[list[dict[str, Tensor]]]  # of each layer and row, copies
+    seen: int  # columns of the batch at that time
+    overwritten: list[list[dict[str, Tensor]]]  # [layer][row]: copies of its overwritten_state
 
 
 # ---------------------------------------------------------------------------------------- the cache
 
 
 class CompressedCache(transformers.Cache):
-    """What transformers takes as its cache: one of ours for each layer, and how many tokens each
-    row has.
+    """What transformers takes for its cache: one of ours for each layer, and the rows' lengths.
 
-    A batch has columns, which are a row's tokens after its padding. `seen` counts them."""
+    transformers sees a batch as a matrix of columns, where a short row has padding before its
+    tokens. `seen` counts columns; `lengths` counts the tokens of each row, without padding."""
 
     is_compileable = False
     is_croppable = False  # which transformers asks for an assistant model
@@ -129,11 +131,11 @@ class CompressedCache(transformers.Cache):
     def begin(
         self, rows: int, n: int, mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> None:
-        """Prepares a forward of n columns.
+        """Prepares a forward of n more columns, which `finish` ends.
 
-        mask [rows, seen + n]: 0 for padding; None where all columns are tokens. position_ids
-        [rows or 1, n], or None: where the tokens stand. Raises UserError for what the caches cannot
-        take in."""
+        mask [rows, seen + n]: 0 for padding; None if all columns are tokens. position_ids
+        [rows or 1, n]: the positions of the tokens, if the caller gives them. Raises UserError for
+        what the caches cannot take in."""
         lengths = self.lengths or [0] * rows
         most_rows = len(self.lengths) or self.context.batch_size
         if rows > most_rows or rows < len(lengths):
@@ -155,13 +157,13 @@ class CompressedCache(transformers.Cache):
         self.new = new
         self.ends = ends
         self.columns = n
-        self.is_step = n == 1 and all(lengths)
+        self.is_step = n == 1 and all(lengths)  # an empty row has to be prefilled first
         idle = [0] * (self.context.batch_size - rows)
         self.pos = torch.tensor(lengths + idle, dtype=torch.int32, device=self.context.device)
 
     def new_tokens(self, lengths: list[int], n: int, mask: Tensor | None) -> list[int]:
-        """How many of n new columns are tokens, in each row. Raises UserError where they are not
-        the last ones."""
+        """How many of n new columns are tokens, in each row. Raises UserError if padding comes
+        after a token."""
         rows = len(lengths)
         if mask is None:
             return [n] * rows
@@ -171,18 +173,19 @@ class CompressedCache(transformers.Cache):
             )
         is_token = mask[:, self.seen :].ne(0).int().cpu()
         new = is_token.sum(1).tolist()
-        ends_early = bool((is_token.diff(dim=1) < 0).any())
+        has_late_padding = bool((is_token.diff(dim=1) < 0).any())  # a 0 right after a 1
         for length, count in zip(lengths, new, strict=True):
-            if length > 0 and count < n:
-                ends_early = True
-        if ends_early:
+            if length > 0 and count < n:  # the row has tokens already
+                has_late_padding = True
+        if has_late_padding:
             raise UserError(
                 "a row has padding after tokens; give the tokenizer padding_side='left'"
             )
         return new
 
     def finish(self, *_) -> None:
-        """Keeps the books after a forward."""
+        """Counts what a forward has read. If it was no step, it also copies what later tokens will
+        overwrite, so that `crop` can come back to here."""
         self.seen += self.columns
         self.lengths = self.ends
         if self.is_step:
@@ -200,10 +203,10 @@ class CompressedCache(transformers.Cache):
     def crop(self, n: int) -> None:
         """Keeps the first n columns of the batch, if there are more; -n takes the last n off.
 
-        A method that keeps each token at a place of its own, as dense, Loki and FDC, can go back to
-        any column. The others overwrite some of what they hold, and can go back to the end of
-        either of the last two forwards of several tokens, such as a context's and a question's.
-        Raises UserError, and changes nothing, where a cache cannot go there."""
+        Methods that keep each token at a place of its own, such as dense, Loki and FDC, can go back
+        to any column. The others overwrite some of what they hold. They can go back to the ends of
+        the last two forwards that read several tokens: say, a context's and a question's. Raises
+        UserError, and changes nothing, if a cache cannot go there."""
         if self.is_generating:
             self.refuse()
         if n > self.seen:
@@ -225,16 +228,14 @@ class CompressedCache(transformers.Cache):
 
     def restore(self, kept: int, lengths: list[int]) -> None:
         """Writes back what was overwritten since the batch had `kept` columns."""
-        for reading in self.readings:
-            if reading.seen == kept:
-                break
-        else:
+        found = [reading for reading in self.readings if reading.seen == kept]
+        if not found:
             ends = " or ".join(str(reading.seen) for reading in self.readings)
             raise UserError(
                 f"this method's cache cannot go back to {kept} columns, since it has overwritten "
                 f"what they held; it can go back to {ends}, the ends of what was read last"
             )
-        for cache, rows in zip(self.layers, reading.overwritten, strict=True):
+        for cache, rows in zip(self.layers, found[0].overwritten, strict=True):
             for row, state in enumerate(rows):
                 for name, view in overwritten_state(cache, row, lengths[row]).items():
                     copy_by_kernel(state[name], view)
@@ -295,9 +296,12 @@ class CompressedAttention(nn.Module):
         return self.read(hidden_states), None
 
     def step(self, hidden_states: Tensor) -> Tensor:
-        """One token of each row, [rows, 1, dim]. The caches decode all of their rows."""
+        """One token of each row, [rows, 1, dim].
+
+        The batch may have fewer rows than the caches, which always decode all of theirs. Zeros
+        stand in for the others."""
         rows = len(hidden_states)
-        pos = self.shared.pos
+        pos = self.shared.pos  # [B]
         x = F.pad(hidden_states[:, 0], (0, 0, 0, len(pos) - rows))  # [B, dim]
         out = self.attention(x, partial(self.decode, pos))
         return out[:rows, None]
@@ -384,13 +388,14 @@ def put_attention(
 
 
 def watch_forwards(inner: nn.Module, cache: CompressedCache) -> str:
-    """Makes every forward of the model without its head tell the cache what it reads -> what this
-    version of transformers calls the cache."""
+    """Puts `cache.begin` before each forward of the model (without its head), and `cache.finish`
+    after it. Returns the argument's name that this version of transformers has for the cache."""
     names = list(inspect.signature(inner.forward).parameters)
     cache_name = "cache" if "cache" in names else "past_key_values"
 
     def begin(_, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(names, args, strict=False))  # arguments by position get their names
+        given.update(kwargs)
         if cache_name not in given and "past_key_values" in given:
             given[cache_name] = given.pop("past_key_values")  # its older name
         if given.get("use_cache") is False or given.get(cache_name) is not cache:
@@ -402,8 +407,8 @@ def watch_forwards(inner: nn.Module, cache: CompressedCache) -> str:
             tokens = given["inputs_embeds"]
         rows, n = tokens.shape[:2]
         cache.begin(rows, n, given.get("attention_mask"), given.get("position_ids"))
-        # Of a mask of two dims transformers makes one of all pairs of tokens. One of four dims it
-        # takes as it is.
+        # Our attention needs no mask. From one of two dims transformers would make one of all pairs
+        # of tokens; one of four dims it takes as it is.
         given["attention_mask"] = tokens.new_zeros(1, 1, 1, 1)
         return (), given
 
@@ -467,7 +472,8 @@ def compress(
         if "cache" not in kwargs and "past_key_values" not in kwargs:
             kwargs[cache_name] = cache
         cache.is_generating = True
-        # Those that transformers makes itself count from the padding on where it reads in chunks.
+        # generate() makes position_ids of its own, which count the padding when it reads a prompt
+        # in chunks. They are not checked then, since the caches know the positions themselves.
         cache.checks_positions = "position_ids" in kwargs
         try:
             return generate(*args, **kwargs)
