@@ -7391,7 +7391,7 @@ def test_the_readmes_python_prints_what_the_readme_shows(monkeypatch, capsys):
 def sparq():
     """The README's own method, in METHODS while a test runs."""
     with mock.patch.dict(METHODS):
-        exec(code_block("README.md", 1), {"__name__": "sparq"})
+        exec(code_block("README.md", 2), {"__name__": "sparq"})
         yield
     assert "sparq" not in METHODS
 
