@@ -314,16 +314,16 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor
 @jit
 def _append_kernel(
     # [B, LEAD + 2 REST], each row of the batch `latent_stride` numbers after the one before
-    latent_p,
-    v_p,  # [B, Hkv, D], each row `v_stride` numbers after the one before
+    latent_ptr,
+    v_ptr,  # [B, Hkv, D], each row `v_stride` numbers after the one before
     latent_stride,
     v_stride,
-    pos_p,  # [B] int32
-    lead_p,  # [B, S, LEAD] int8
-    rest_p,  # [B, S, REST] uint8
-    latent_scale_p,  # [B, S] fp32
-    code_p,  # [B, S, Hkv, D * BITS / 8] uint8
-    scale_p,  # [B, S, Hkv] fp16
+    pos_ptr,  # [B] int32
+    lead_ptr,  # [B, S, LEAD] int8
+    rest_ptr,  # [B, S, REST] uint8
+    latent_scale_ptr,  # [B, S] fp32
+    code_ptr,  # [B, S, Hkv, D * BITS / 8] uint8
+    scale_ptr,  # [B, S, Hkv] fp16
     S,
     apart,  # standard deviations between neighbouring levels of values
     rest_apart,  # and of the latents' 4-bit codes
@@ -341,15 +341,15 @@ def _append_kernel(
     h = tl.program_id(0)
     Hkv = tl.num_programs(0) - 1
     b = tl.program_id(1).to(tl.int64)
-    token = b * S + tl.load(pos_p + b)
+    token = b * S + tl.load(pos_ptr + b)
     if h == Hkv:
         # The latent: read its leading dims, and its trailing ones as two halves of REST
-        latent_p += b * latent_stride
+        latent_ptr += b * latent_stride
         i = tl.arange(0, _padded(LEAD))
         half = tl.arange(0, 2)[:, None]
         pair = tl.arange(0, _padded(REST))
-        lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
-        rest_at = latent_p + LEAD + half * REST + pair[None, :]
+        lead = tl.load(latent_ptr + i, mask=i < LEAD, other=0.0).to(tl.float32)
+        rest_at = latent_ptr + LEAD + half * REST + pair[None, :]
         rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
 
         # The scale that the parts need
@@ -361,9 +361,9 @@ def _append_kernel(
         lead_code = _nearest(lead / step).to(tl.int8)
         rest_code = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
         rest_byte = tl.sum(rest_code << (half * 4), 0)
-        tl.store(lead_p + token * LEAD + i, lead_code, mask=i < LEAD)
-        tl.store(rest_p + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
-        tl.store(latent_scale_p + token, scale)
+        tl.store(lead_ptr + token * LEAD + i, lead_code, mask=i < LEAD)
+        tl.store(rest_ptr + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
+        tl.store(latent_scale_ptr + token, scale)
     else:
         # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each
         # byte
@@ -371,7 +371,7 @@ def _append_kernel(
         BYTES: tl.constexpr = D * BITS // 8
         plane = tl.arange(0, 8 // BITS)[:, None]
         byte = tl.arange(0, _padded(BYTES))
-        v_at = v_p + b * v_stride + h * D + plane * BYTES + byte[None, :]
+        v_at = v_ptr + b * v_stride + h * D + plane * BYTES + byte[None, :]
         v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
 
         energy = tl.sum(v * v)
@@ -381,8 +381,8 @@ def _append_kernel(
         scale = energy / tl.maximum(tl.sum(v * level), 1e-8)
         packed = tl.sum(code << (plane * BITS), 0)
         head = token * Hkv + h
-        tl.store(code_p + head * BYTES + byte, packed.to(tl.uint8), mask=byte < BYTES)
-        tl.store(scale_p + head, scale.to(tl.float16))
+        tl.store(code_ptr + head * BYTES + byte, packed.to(tl.uint8), mask=byte < BYTES)
+        tl.store(scale_ptr + head, scale.to(tl.float16))
 
 
 @operator(_no_result, mutates=("lead", "rest", "latent_scale", "codes", "scale"))
@@ -424,16 +424,16 @@ def launch_append(
         scale=(scale, torch.float16, B, S, Hkv),
     )
     _append_kernel[Hkv + 1, B](
-        latent_p=latent,
-        v_p=v,
+        latent_ptr=latent,
+        v_ptr=v,
         latent_stride=latent.stride(0),
         v_stride=v.stride(0),
-        pos_p=pos,
-        lead_p=lead,
-        rest_p=rest,
-        latent_scale_p=latent_scale,
-        code_p=codes,
-        scale_p=scale,
+        pos_ptr=pos,
+        lead_ptr=lead,
+        rest_ptr=rest,
+        latent_scale_ptr=latent_scale,
+        code_ptr=codes,
+        scale_ptr=scale,
         S=S,
         apart=LEVELS_APART[bits],
         rest_apart=LEVELS_APART[4],
@@ -508,15 +508,15 @@ def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
 
 @jit
 def _block_queries_kernel(
-    q_p,  # [B, Hkv, G, D]
-    cos_p,  # [n, D / 2] fp32
-    sin_p,  # [n, D / 2] fp32
-    basis_p,  # [Hkv, D, r*]
-    mean_p,  # [Hkv, D] fp32
+    q_ptr,  # [B, Hkv, G, D]
+    cos_ptr,  # [n, D / 2] fp32
+    sin_ptr,  # [n, D / 2] fp32
+    basis_ptr,  # [Hkv, D, r*]
+    mean_ptr,  # [Hkv, D] fp32
     # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
-    query_p,
-    query_scale_p,  # [B, n, Hkv, G] fp32, or None
-    offset_p,  # [B, n, Hkv, G] fp32
+    query_ptr,
+    query_scale_ptr,  # [B, n, Hkv, G] fp32, or None
+    offset_ptr,  # [B, n, Hkv, G] fp32
     B,
     n,
     r_score,
@@ -536,7 +536,7 @@ def _block_queries_kernel(
     pair = tl.arange(0, _padded(D // 2, 16))
     inside = pair < D // 2
     rank = tl.program_id(2) * RB + tl.arange(0, RB)
-    basis_at = basis_p + (h * D + pair[:, None]) * r_score + rank[None, :]
+    basis_at = basis_ptr + (h * D + pair[:, None]) * r_score + rank[None, :]
     basis_mask = inside[:, None] & (rank < r_score)[None, :]
     basis_first = tl.load(basis_at, mask=basis_mask, other=0.0)
     basis_second = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
@@ -548,12 +548,12 @@ def _block_queries_kernel(
     b = row // G // n
     live = b < B
     mask = live[:, None] & inside[None, :]
-    cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
-    sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
 
     # The queries, turned back
     _wait_for_previous()
-    q_at = q_p + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
+    q_at = q_ptr + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
     first = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
     _let_next_begin()
@@ -563,20 +563,20 @@ def _block_queries_kernel(
     # What the mean key adds, once for all ranks
     out_row = ((b * n + block) * Hkv + h) * G + g
     if tl.program_id(2) == 0:
-        mean_first = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
-        mean_second = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
+        mean_first = tl.load(mean_ptr + h * D + pair, mask=inside, other=0.0)[None, :]
+        mean_second = tl.load(mean_ptr + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
         offset = tl.sum(turned_first * mean_first + turned_second * mean_second, 1)
-        tl.store(offset_p + out_row, offset, mask=live)
+        tl.store(offset_ptr + out_row, offset, mask=live)
 
     query = tl.dot(turned_first.to(basis_first.dtype), basis_first, input_precision="ieee")
     query = tl.dot(turned_second.to(basis_first.dtype), basis_second, query, input_precision="ieee")
     out_mask = live[:, None] & (rank < r_score)[None, :]
-    out_at = query_p + out_row[:, None] * r_score + rank[None, :]
-    if query_scale_p is not None:  # in codes: this program has all ranks
+    out_at = query_ptr + out_row[:, None] * r_score + rank[None, :]
+    if query_scale_ptr is not None:  # in codes: this program has all ranks
         query, low, scale = _split_queries(query)
-        tl.store(query_scale_p + out_row, scale, mask=live)
+        tl.store(query_scale_ptr + out_row, scale, mask=live)
         tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
-    tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
+    tl.store(out_at, query.to(query_ptr.dtype.element_ty), mask=out_mask)
 
 
 def empty_block_queries(
@@ -629,14 +629,14 @@ def launch_block_queries(
     if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
         T = max(16, T // 2)
     _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
-        q_p=q,
-        cos_p=cos,
-        sin_p=sin,
-        basis_p=basis,
-        mean_p=mean,
-        query_p=queries,
-        query_scale_p=query_scale if coded else None,
-        offset_p=offset,
+        q_ptr=q,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        basis_ptr=basis,
+        mean_ptr=mean,
+        query_ptr=queries,
+        query_scale_ptr=query_scale if coded else None,
+        offset_ptr=offset,
         B=B,
         n=n,
         r_score=r_score,
@@ -1440,9 +1440,9 @@ def select_reference(
 
 
 @jit
-def _load_keys(scores_p, j, S, x, last):
+def _load_keys(scores_ptr, j, S, x, last):
     """The keys of tokens j. A token that is no candidate has a dead key, -2**31."""
-    score = tl.load(scores_p + j, mask=j < S, other=0.0)
+    score = tl.load(scores_ptr + j, mask=j < S, other=0.0)
     alive = (j >= x) & (j <= last) & (j < S) & (score > float("-inf"))
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(alive, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
@@ -1457,11 +1457,11 @@ def _reach(keys, row, left, right):
         both = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
         return both & 65535, (both >> 16) & 65535
     else:
-        scores_p, i, S, x, last = row
+        scores_ptr, i, S, x, last = row
         reach_left = last * 0
         reach_right = last * 0
         for start in range(0, S, i.shape[0] * i.shape[1]):
-            tile = _load_keys(scores_p, start + i, S, x, last)
+            tile = _load_keys(scores_ptr, start + i, S, x, last)
             reach_left += tl.sum((tile >= left).to(tl.int32))
             reach_right += tl.sum((tile >= right).to(tl.int32))
         return reach_left, reach_right
@@ -1520,7 +1520,7 @@ def _places(keep):
 
 
 @jit
-def _store_kept(out_p, keys, index, lo, hi, spare):
+def _store_kept(out_ptr, keys, index, lo, hi, spare):
     """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo ->
     how many it stored, and how many of these equal lo."""
     keep, tied = keys >= hi, keys < -2147483648
@@ -1528,7 +1528,7 @@ def _store_kept(out_p, keys, index, lo, hi, spare):
         tied = keys == lo
         tied &= _places(tied) < spare
         keep |= tied
-    tl.store(out_p + _places(keep), index, mask=keep)
+    tl.store(out_ptr + _places(keep), index, mask=keep)
     return tl.sum(keep.to(tl.int32)), tl.sum(tied.to(tl.int32))
 
 
@@ -1544,11 +1544,11 @@ def _tile_of(N: tl.constexpr, C: tl.constexpr):
 
 @jit
 def _survivors_kernel(
-    scores_p,  # [B, S] fp32
-    pos_p,  # [B] int32
-    key_p,  # [B, chunks, CAP] int32
-    index_p,  # [B, chunks, CAP] int32
-    cut_p,  # [B, chunks] int32
+    scores_ptr,  # [B, S] fp32
+    pos_ptr,  # [B] int32
+    key_ptr,  # [B, chunks, CAP] int32
+    index_ptr,  # [B, chunks, CAP] int32
+    cut_ptr,  # [B, chunks] int32
     S,
     x,
     z,
@@ -1564,33 +1564,33 @@ def _survivors_kernel(
     _let_next_begin()
     b = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    last = tl.load(pos_p + b) - z
+    last = tl.load(pos_ptr + b) - z
 
     # Chunks interleave in runs of 4, so that neighbouring high scores spread over all chunks.
     i = _tile_of(N, C)
     j = ((i // 4) * chunks + chunk) * 4 + i % 4
-    keys = _load_keys(scores_p + b * S, j, S, x, last)
+    keys = _load_keys(scores_ptr + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
 
     keep = keys >= hi
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
-    tl.store(key_p + place, keys, mask=keep)
-    tl.store(index_p + place, j, mask=keep)
+    tl.store(key_ptr + place, keys, mask=keep)
+    tl.store(index_ptr + place, j, mask=keep)
     rest = tl.arange(0, CAP)
-    tl.store(key_p + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
-    tl.store(cut_p + b * chunks + chunk, hi)
+    tl.store(key_ptr + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
+    tl.store(cut_ptr + b * chunks + chunk, hi)
 
 
 @jit
 def _select_kernel(
-    scores_p,  # [B, S] fp32
-    pos_p,  # [B] int32
-    wanted_p,  # [B] int32: how many tokens a row of the batch takes; None: y
-    key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
-    index_p,  # [B, N]
-    cut_p,  # [B, CHUNKS]
-    out_p,  # [B, x + y] int32
+    scores_ptr,  # [B, S] fp32
+    pos_ptr,  # [B] int32
+    wanted_ptr,  # [B] int32: how many tokens a row of the batch takes; None: y
+    key_ptr,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
+    index_ptr,  # [B, N]
+    cut_ptr,  # [B, CHUNKS]
+    out_ptr,  # [B, x + y] int32
     S,
     x,
     y,
@@ -1606,48 +1606,48 @@ def _select_kernel(
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
-    last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
-    if wanted_p is None:
+    last = tl.load(pos_ptr + b) - z  # the newest token outside of the recent window
+    if wanted_ptr is None:
         want = y
     else:
-        want = tl.minimum(tl.load(wanted_p + b), y)
-    scores_p += b * S
-    out_p += b * (x + y)
+        want = tl.minimum(tl.load(wanted_ptr + b), y)
+    scores_ptr += b * S
+    out_ptr += b * (x + y)
 
     # The candidates
     i = _tile_of(N, C)
-    if key_p is None:
+    if key_ptr is None:
         index = i
-        keys = _load_keys(scores_p, i, S, x, last)
+        keys = _load_keys(scores_ptr, i, S, x, last)
     else:
-        cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
-        keys = tl.load(key_p + b * N + i)
-        index = tl.load(index_p + b * N + i)
+        cut = tl.load(cut_ptr + b * CHUNKS + tl.arange(0, CHUNKS))
+        keys = tl.load(key_ptr + b * N + i)
+        index = tl.load(index_ptr + b * N + i)
 
     # The best of them
     lo, hi, total = _threshold(keys, None, want, want)
     done = True
-    if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
+    if key_ptr is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
         done = tl.max(cut, 0) <= hi
     spare = tl.where(lo < hi, want - total, 0)
-    _store_kept(out_p + x, keys, index, lo, hi, spare)
+    _store_kept(out_ptr + x, keys, index, lo, hi, spare)
     total += spare
 
     if not done:  # the same over all tokens, tile by tile
-        lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
+        lo, hi, total = _threshold(None, (scores_ptr, i, S, x, last), want, want)
         spare = tl.where(lo < hi, want - total, 0)
         total = last * 0
         for start in range(0, S, N):
-            keys = _load_keys(scores_p, start + i, S, x, last)
-            kept, ties = _store_kept(out_p + x + total, keys, start + i, lo, hi, spare)
+            keys = _load_keys(scores_ptr, start + i, S, x, last)
+            kept, ties = _store_kept(out_ptr + x + total, keys, start + i, lo, hi, spare)
             total += kept
             spare -= ties
 
     # The sinks, and -1 in the places that are left
     sink = tl.arange(0, XP)
     rest = tl.arange(0, YP)
-    tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
-    tl.store(out_p + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
+    tl.store(out_ptr + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
+    tl.store(out_ptr + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
 
 
 def empty_selection(
@@ -1692,11 +1692,11 @@ def launch_select(
         cut = pos.new_empty(B, n_chunks)
         tile_rows, warps = select_config(plan.tokens, chunk=True)
         _survivors_kernel[n_chunks, B](
-            scores_p=scores,
-            pos_p=pos,
-            key_p=key,
-            index_p=index,
-            cut_p=cut,
+            scores_ptr=scores,
+            pos_ptr=pos,
+            key_ptr=key,
+            index_ptr=index,
+            cut_ptr=cut,
             S=S,
             x=x,
             z=z,
@@ -1710,13 +1710,13 @@ def launch_select(
         )
     tile_rows, warps = select_config(n_candidates)
     _select_kernel[B,](
-        scores_p=scores,
-        pos_p=pos,
-        wanted_p=wanted,
-        key_p=key,
-        index_p=index,
-        cut_p=cut,
-        out_p=out,
+        scores_ptr=scores,
+        pos_ptr=pos,
+        wanted_ptr=wanted,
+        key_ptr=key,
+        index_ptr=index,
+        cut_ptr=cut,
+        out_ptr=out,
         S=S,
         x=x,
         y=y,
@@ -4190,11 +4190,11 @@ def fetch_rows_reference(
 
 @jit
 def _fetch_kernel(
-    rows_p,  # [B, Hkv, S, W]
-    index_p,  # [B, Hkv, n] int64
-    place_p,  # [B, Hkv, n] int64
-    miss_p,  # [B, Hkv, n] bool
-    hot_p,  # [B, Hkv, slots, W]
+    rows_ptr,  # [B, Hkv, S, W]
+    index_ptr,  # [B, Hkv, n] int64
+    place_ptr,  # [B, Hkv, n] int64
+    miss_ptr,  # [B, Hkv, n] bool
+    hot_ptr,  # [B, Hkv, slots, W]
     S,
     n,
     slots,
@@ -4204,13 +4204,13 @@ def _fetch_kernel(
     """hot[place] = rows[index] where miss."""
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0)
-    index = tl.load(index_p + head * n + entry, mask=miss, other=0)
-    place = tl.load(place_p + head * n + entry, mask=miss, other=0)
+    miss = tl.load(miss_ptr + head * n + entry, mask=entry < n, other=0)
+    index = tl.load(index_ptr + head * n + entry, mask=miss, other=0)
+    place = tl.load(place_ptr + head * n + entry, mask=miss, other=0)
     d = tl.arange(0, _padded(W))[None, :]
     mask = miss[:, None] & (d < W)  # masked lanes read nothing over the bus
-    row = tl.load(rows_p + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
-    tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
+    row = tl.load(rows_ptr + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
+    tl.store(hot_ptr + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
 @operator(_no_result, mutates=("hot",))
@@ -4232,11 +4232,11 @@ def launch_fetch_rows(
         return
     rows_of_program = 16  # enough that a program has many loads from the bus in flight
     _fetch_kernel[B * Hkv, cdiv(n, rows_of_program)](
-        rows_p=rows,
-        index_p=index,
-        place_p=place,
-        miss_p=miss,
-        hot_p=hot,
+        rows_ptr=rows,
+        index_ptr=index,
+        place_ptr=place,
+        miss_ptr=miss,
+        hot_ptr=hot,
         S=S,
         n=n,
         slots=slots,
