@@ -4797,6 +4797,14 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     check_attend(torch.float16, form, tokens, *sizes, n=130, r=57)
 
 
+@pytest.mark.parametrize("r", [228, 300])
+@poisoned
+def test_kernel_attend_latents_of_many_4_bit_dims(r):
+    """In two products with a basis that stays, and step by step with one that does not fit."""
+    sizes = 2, 70, 2, 1, 32, 32, 2, 5, (69, 40)
+    check_attend(torch.float16, "joint mixed latents", "row", *sizes, r=r)
+
+
 RISES = [(-3, 3), (3, -3), (-40, -40)]
 
 
