@@ -1,36 +1,39 @@
 """The operations of a decode step, a block each: the reference in PyTorch, its Triton kernel, and
 the function that launches it.
 
-    block                          wrapper               what it does
-    codes of a token               append                stores a token in codes (SALS)
-    queries of blocks              block_queries         turns queries back (SALS)
-    scores                         scores                scores tokens by their leading dims
-                                   block_scores          the same for SALS
-    selection                      select                the sinks and the best-scored tokens
-    attention: plain K and V       attend_plain          a flash-decode (most methods)
-    attention: latents             attend_latents        the fused sparse-latent kernel (SALS)
-    attention: channel codes       attend_channels       KIVI
-    attention: shared latents      attend_shared_latent  EliteKV
-    attention: given logits        attend_logits         H2O
-    attention: unequal ranks       attend_ragged         the balanced adaptive-rank kernel (FDC)
-    rows out of host memory        fetch_rows            copies them to slots on the GPU (LRQK)
+    operation             what it does                      its block
+    append                stores a token in codes (SALS)    codes of a token
+    block_queries         turns queries back (SALS)         queries of blocks
+    scores                scores tokens (Loki, LRQK, ..)    scores
+    block_scores          scores tokens (SALS)              scores
+    select                sinks and best-scored tokens      selection
+    attend_plain          a flash-decode (most methods)     attention: plain K and V
+    attend_latents        the fused sparse-latent kernel    attention: keys rebuilt from latents
+    attend_channels       attention over KIVI's codes       attention: keys in channel codes
+    attend_shared_latent  attention of EliteKV              attention: latents that all heads share
+    attend_logits         softmax and values alone (H2O)    attention: given logits
+    attend_ragged         balanced adaptive ranks (FDC)     attention: heads of unequal rank
+    fetch_rows            copies tokens to the GPU (LRQK)   rows out of host memory
 
-NAME_reference is the truth that tests hold a kernel to. launch_NAME checks its arguments and
-launches the kernel; it is an operator of PyTorch, which torch.compile takes as it is. NAME, where
-there is one, chooses between the two by its argument `kernel`. Methods attend through
-compress.attend, which picks the operation for the stores of a cache.
+NAME_reference, or the PyTorch path of NAME, is the truth that tests hold a kernel to. launch_NAME
+checks its arguments and launches the kernel; it is an operator of PyTorch, which torch.compile
+takes as it is. NAME, where there is one, chooses between the two by its argument `kernel`
+(attend_ragged: `table`). Methods attend through compress.attend, which picks the operation for the
+stores of a cache.
 
-To copy an operation, copy the header, which ends at the first block, the block, and the shared
-blocks that its first lines name. On a GPU, `pytest test_all.py -k kernel` holds all of them to
-their references, `-k kernel_NAME` one, and `-k compile` compiles them for GPUs that are not there.
+To copy an operation, copy the header, which ends at the first block, the block, and the blocks that
+its first lines name. On a GPU, `pytest test_all.py -k kernel` holds all of them to their
+references, `-k kernel_NAME` one, and `-k compile` compiles them for GPUs that are not there.
 
-Kernels run on NVIDIA GPUs from compute capability 8.0 (A100) on. Their sizes of tiles were measured
-on H100 and H200; on GPUs with less shared memory (99 KB) they take smaller ones.
+Kernels run on NVIDIA GPUs from compute capability 8.0 (A100) on. Their sizes were measured on H100
+and H200; on GPUs with less shared memory (99 KB) they take smaller tiles.
 
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq /
-Hkv, D head dim, r rank. `pos` [B] int32 holds the position of each row's newest token. Kernels read
-it on the device, so that one CUDA graph serves every length. In a kernel, m, l and acc are the
-running maximum, sum and mix of an online softmax.
+Hkv, D head dim, DV that of values, r rank. `pos` [B] int32 holds the position of each row's newest
+token, below S. Kernels read it on the device, so that one CUDA graph serves every length, and no
+launcher waits for the GPU to check it. In a kernel, m, l and acc are the running maximum, sum and
+mix of an online softmax, and a name with P at its end (GP, NP, DP) is a size padded to a power of
+2.
 """
 
 import functools
@@ -55,7 +58,7 @@ except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says
     jit = constexpr_function = lambda function: function
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
-LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)  # softmax is made of exp2, which GPUs have: exp(x) = exp2(x LOG2E)
 
 
 def operator(fake, mutates: tuple = (), library: str = "kv_kernels"):
@@ -105,6 +108,12 @@ def check(**tensors: tuple) -> None:
         check_shape(name, tensor, dtype, *sizes)
         need(tensor.device == device, f"{name} is on {tensor.device}, {first_name} on {device}")
         need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
+
+
+def check_positions(pos: Tensor, S: int) -> None:
+    """Raises ValueError for a position beyond S - 1, on the CPU: to read a GPU's means to wait."""
+    if pos.device.type == "cpu":
+        need(bool((pos < S).all()), f"positions {pos.tolist()} do not fit in {S} tokens")
 
 
 def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
@@ -205,7 +214,8 @@ def _nearest(x):
 
 
 # --------------------------------------------------------------------------------- codes of a token
-# Two formats of codes (ours), each with one scale a vector.
+# `append` stores the new token of each row in codes: its latent in mixed codes, its values in
+# spread codes, two formats (ours) with one scale a vector each. It needs nothing but the header.
 #
 # Spread codes are for a vector whose numbers spread like normal ones, such as a rotated value. A
 # code of `bits` bits stands for (2 code - top) scale, with top = 2**bits - 1.
@@ -313,17 +323,16 @@ def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor
 
 @jit
 def _append_kernel(
-    # [B, LEAD + 2 REST], each row of the batch `latent_stride` numbers after the one before
-    latent_p,
-    v_p,  # [B, Hkv, D], each row `v_stride` numbers after the one before
-    latent_stride,
+    latent_ptr,  # [B, LEAD + 2 REST] of v's dtype
+    v_ptr,  # [B, Hkv, D]
+    latent_stride,  # numbers between two rows of the batch
     v_stride,
-    pos_p,  # [B] int32
-    lead_p,  # [B, S, LEAD] int8
-    rest_p,  # [B, S, REST] uint8
-    latent_scale_p,  # [B, S] fp32
-    code_p,  # [B, S, Hkv, D * BITS / 8] uint8
-    scale_p,  # [B, S, Hkv] fp16
+    pos_ptr,  # [B] int32
+    lead_ptr,  # [B, S, LEAD] int8
+    rest_ptr,  # [B, S, REST] uint8
+    latent_scale_ptr,  # [B, S] fp32
+    code_ptr,  # [B, S, Hkv, D * BITS / 8] uint8
+    scale_ptr,  # [B, S, Hkv] fp16
     S,
     apart,  # standard deviations between neighbouring levels of values
     rest_apart,  # and of the latents' 4-bit codes
@@ -341,15 +350,15 @@ def _append_kernel(
     h = tl.program_id(0)
     Hkv = tl.num_programs(0) - 1
     b = tl.program_id(1).to(tl.int64)
-    token = b * S + tl.load(pos_p + b)
+    token = b * S + tl.load(pos_ptr + b)
     if h == Hkv:
         # The latent: read its leading dims, and its trailing ones as two halves of REST
-        latent_p += b * latent_stride
+        latent_ptr += b * latent_stride
         i = tl.arange(0, _padded(LEAD))
         half = tl.arange(0, 2)[:, None]
         pair = tl.arange(0, _padded(REST))
-        lead = tl.load(latent_p + i, mask=i < LEAD, other=0.0).to(tl.float32)
-        rest_at = latent_p + LEAD + half * REST + pair[None, :]
+        lead = tl.load(latent_ptr + i, mask=i < LEAD, other=0.0).to(tl.float32)
+        rest_at = latent_ptr + LEAD + half * REST + pair[None, :]
         rest = tl.load(rest_at, mask=(pair < REST)[None, :], other=0.0).to(tl.float32)
 
         # The scale that the parts need
@@ -361,17 +370,17 @@ def _append_kernel(
         lead_code = _nearest(lead / step).to(tl.int8)
         rest_code = _nearest(tl.clamp(_four_bit_code(rest / step), 0.0, 15.0))
         rest_byte = tl.sum(rest_code << (half * 4), 0)
-        tl.store(lead_p + token * LEAD + i, lead_code, mask=i < LEAD)
-        tl.store(rest_p + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
-        tl.store(latent_scale_p + token, scale)
+        tl.store(lead_ptr + token * LEAD + i, lead_code, mask=i < LEAD)
+        tl.store(rest_ptr + token * REST + pair, rest_byte.to(tl.uint8), mask=pair < REST)
+        tl.store(latent_scale_ptr + token, scale)
     else:
-        # The value of head h, as planes [8 / BITS, BYTES] of its channels: a plane a code of each
-        # byte
+        # The value of head h, as planes [8 / BITS, BYTES] of its channels: each byte holds one
+        # code of each plane
         TOP: tl.constexpr = 2.0**BITS - 1
         BYTES: tl.constexpr = D * BITS // 8
         plane = tl.arange(0, 8 // BITS)[:, None]
         byte = tl.arange(0, _padded(BYTES))
-        v_at = v_p + b * v_stride + h * D + plane * BYTES + byte[None, :]
+        v_at = v_ptr + b * v_stride + h * D + plane * BYTES + byte[None, :]
         v = tl.load(v_at, mask=(byte < BYTES)[None, :], other=0.0).to(tl.float32)
 
         energy = tl.sum(v * v)
@@ -381,8 +390,8 @@ def _append_kernel(
         scale = energy / tl.maximum(tl.sum(v * level), 1e-8)
         packed = tl.sum(code << (plane * BITS), 0)
         head = token * Hkv + h
-        tl.store(code_p + head * BYTES + byte, packed.to(tl.uint8), mask=byte < BYTES)
-        tl.store(scale_p + head, scale.to(tl.float16))
+        tl.store(code_ptr + head * BYTES + byte, packed.to(tl.uint8), mask=byte < BYTES)
+        tl.store(scale_ptr + head, scale.to(tl.float16))
 
 
 @operator(_no_result, mutates=("lead", "rest", "latent_scale", "codes", "scale"))
@@ -397,7 +406,7 @@ def launch_append(
     scale: Tensor,
 ) -> None:
     """Writes the codes of latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any
-    stride apart, at positions pos [B] int32.
+    stride apart, at positions pos [B] int32, which must be below S.
 
     The latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest
     [B, 1, S, (r - r*) / 2] uint8; v goes to codes [B, S, Hkv, D * bits / 8] uint8 and scale
@@ -405,6 +414,7 @@ def launch_append(
     B, Hkv, D = v.shape
     S, LEAD = lead.shape[2:]
     REST = rest.shape[3]
+    need(REST > 0, "a latent needs trailing dims, in 4 bits")
     BYTES = codes.shape[3]
     bits = BYTES * 8 // D
     check_shape("latent", latent, v.dtype, B, LEAD + 2 * REST)
@@ -423,17 +433,18 @@ def launch_append(
         codes=(codes, torch.uint8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
     )
+    check_positions(pos, S)
     _append_kernel[Hkv + 1, B](
-        latent_p=latent,
-        v_p=v,
+        latent_ptr=latent,
+        v_ptr=v,
         latent_stride=latent.stride(0),
         v_stride=v.stride(0),
-        pos_p=pos,
-        lead_p=lead,
-        rest_p=rest,
-        latent_scale_p=latent_scale,
-        code_p=codes,
-        scale_p=scale,
+        pos_ptr=pos,
+        lead_ptr=lead,
+        rest_ptr=rest,
+        latent_scale_ptr=latent_scale,
+        code_ptr=codes,
+        scale_ptr=scale,
         S=S,
         apart=LEVELS_APART[bits],
         rest_apart=LEVELS_APART[4],
@@ -468,11 +479,11 @@ def append(pos: Tensor, latents, latent: Tensor, values, v: Tensor, *, kernel: b
 
 
 # -------------------------------------------------------------------------------- queries of blocks
-
-
-# Scores of keys after RoPE would need each key rotated. Instead a query is rotated back by a
-# token's position, since q . RoPE_j(k) = RoPE_-j(q) . k. Neighbouring tokens share one such query:
-# that of their block, turned back by the block's mean rotation, and projected to the latent space.
+# `block_queries` makes what `block_scores` scores with. Scores of keys after RoPE would need each
+# key rotated. Instead a query is rotated back by a token's position, since q . RoPE_j(k) =
+# RoPE_-j(q) . k. Neighbouring tokens share one such query: that of their block, turned back by the
+# block's mean rotation, and projected to the latent space. It needs the block of scores, for
+# queries in codes.
 
 
 def block_queries_reference(
@@ -508,25 +519,24 @@ def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
 
 @jit
 def _block_queries_kernel(
-    q_p,  # [B, Hkv, G, D]
-    cos_p,  # [n, D / 2] fp32
-    sin_p,  # [n, D / 2] fp32
-    basis_p,  # [Hkv, D, r*]
-    mean_p,  # [Hkv, D] fp32
-    # [B, n, Hkv, G, r*] of q's dtype; with scales int8 [2, B, n, Hkv, G, r*], high and low
-    query_p,
-    query_scale_p,  # [B, n, Hkv, G] fp32, or None
-    offset_p,  # [B, n, Hkv, G] fp32
+    q_ptr,  # [B, Hkv, G, D]
+    cos_ptr,  # [n, D / 2] fp32
+    sin_ptr,  # [n, D / 2] fp32
+    basis_ptr,  # [Hkv, D, r*] of q's dtype
+    mean_ptr,  # [Hkv, D] fp32
+    query_ptr,  # [B, n, Hkv, G, r*] of q's dtype; in codes int8 [2, ...], high and low
+    query_scale_ptr,  # [B, n, Hkv, G] fp32 of queries in codes; else None
+    offset_ptr,  # [B, n, Hkv, G] fp32
     B,
-    n,
-    r_score,
-    G: tl.constexpr,
+    n,  # blocks
+    r_score,  # r*, the leading ranks that scores read
+    G: tl.constexpr,  # queries of a KV head
     D: tl.constexpr,
     T: tl.constexpr,  # rows (of B * n * G) of a program
     RB: tl.constexpr,  # ranks of a program
 ):
-    """query = q U_h and offset = q . mean, of each query head turned back by the rotation of each
-    block.
+    """query = q U and offset = q . mean, of each query head q turned back by the rotation of each
+    block; U and mean are its KV head's parts of the basis and of the mean key.
 
     A program has T of the B * n * G queries of a KV head, and RB of the r* ranks."""
     h = tl.program_id(1).to(tl.int64)
@@ -536,7 +546,7 @@ def _block_queries_kernel(
     pair = tl.arange(0, _padded(D // 2, 16))
     inside = pair < D // 2
     rank = tl.program_id(2) * RB + tl.arange(0, RB)
-    basis_at = basis_p + (h * D + pair[:, None]) * r_score + rank[None, :]
+    basis_at = basis_ptr + (h * D + pair[:, None]) * r_score + rank[None, :]
     basis_mask = inside[:, None] & (rank < r_score)[None, :]
     basis_first = tl.load(basis_at, mask=basis_mask, other=0.0)
     basis_second = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
@@ -548,12 +558,12 @@ def _block_queries_kernel(
     b = row // G // n
     live = b < B
     mask = live[:, None] & inside[None, :]
-    cos = tl.load(cos_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
-    sin = tl.load(sin_p + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
 
     # The queries, turned back
     _wait_for_previous()
-    q_at = q_p + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
+    q_at = q_ptr + ((b * Hkv + h) * G + g)[:, None] * D + pair[None, :]
     first = tl.load(q_at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(q_at + D // 2, mask=mask, other=0.0).to(tl.float32)
     _let_next_begin()
@@ -563,20 +573,20 @@ def _block_queries_kernel(
     # What the mean key adds, once for all ranks
     out_row = ((b * n + block) * Hkv + h) * G + g
     if tl.program_id(2) == 0:
-        mean_first = tl.load(mean_p + h * D + pair, mask=inside, other=0.0)[None, :]
-        mean_second = tl.load(mean_p + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
+        mean_first = tl.load(mean_ptr + h * D + pair, mask=inside, other=0.0)[None, :]
+        mean_second = tl.load(mean_ptr + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
         offset = tl.sum(turned_first * mean_first + turned_second * mean_second, 1)
-        tl.store(offset_p + out_row, offset, mask=live)
+        tl.store(offset_ptr + out_row, offset, mask=live)
 
     query = tl.dot(turned_first.to(basis_first.dtype), basis_first, input_precision="ieee")
     query = tl.dot(turned_second.to(basis_first.dtype), basis_second, query, input_precision="ieee")
     out_mask = live[:, None] & (rank < r_score)[None, :]
-    out_at = query_p + out_row[:, None] * r_score + rank[None, :]
-    if query_scale_p is not None:  # in codes: this program has all ranks
+    out_at = query_ptr + out_row[:, None] * r_score + rank[None, :]
+    if query_scale_ptr is not None:  # in codes: this program has all ranks
         query, low, scale = _split_queries(query)
-        tl.store(query_scale_p + out_row, scale, mask=live)
+        tl.store(query_scale_ptr + out_row, scale, mask=live)
         tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
-    tl.store(out_at, query.to(query_p.dtype.element_ty), mask=out_mask)
+    tl.store(out_at, query.to(query_ptr.dtype.element_ty), mask=out_mask)
 
 
 def empty_block_queries(
@@ -618,25 +628,25 @@ def launch_block_queries(
     G = Hq // Hkv
     rows = B * n * G
 
-    # Codes need all ranks in a program, for their largest number. Else a part of the basis has 16
-    # KB at most.
+    # Codes need all ranks in a program, for their largest number. Else a program takes so many that
+    # each half of its part of the basis has 16 KB at most, in heads of 128 dims.
     RB = power2(r_score, 16)
     if not coded:
         RB = min(RB, 64 if q.element_size() == 4 else 128)
-    # As many rows as a tensor core's tile takes well, but at least a program for each
-    # multiprocessor
+    # 64 rows are a tile that tensor cores take well, and 16 their least. Half as many where
+    # programs would not fill the chip.
     T = min(64, power2(rows, 16))
     if cdiv(rows, T) * Hkv * cdiv(r_score, RB) < SMS:
         T = max(16, T // 2)
     _block_queries_kernel[cdiv(rows, T), Hkv, cdiv(r_score, RB)](
-        q_p=q,
-        cos_p=cos,
-        sin_p=sin,
-        basis_p=basis,
-        mean_p=mean,
-        query_p=queries,
-        query_scale_p=query_scale if coded else None,
-        offset_p=offset,
+        q_ptr=q,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        basis_ptr=basis,
+        mean_ptr=mean,
+        query_ptr=queries,
+        query_scale_ptr=query_scale if coded else None,
+        offset_ptr=offset,
         B=B,
         n=n,
         r_score=r_score,
@@ -651,8 +661,8 @@ def launch_block_queries(
 
 
 def takes_codes(q: Tensor, r_score: int) -> bool:
-    """Whether queries q [.., N, *] may be int8 codes of r* numbers: programs must have all
-    ranks."""
+    """Whether queries q [.., N, *] may be int8 codes of r* numbers: the programs that make them and
+    those that score with them must have all ranks, which fit up to 256."""
     _, RB, *_ = scores_config(power2(q.shape[-2], 8), r_score, 1)
     return q.element_size() == 2 and r_score <= min(RB, 256)
 
@@ -683,8 +693,8 @@ def block_queries(
 # ------------------------------------------------------------------------------------------- scores
 # Two operations score every cached token. `scores` multiplies a head's queries with the leading
 # numbers of what is stored of each token (Loki, exact top-k, H2O and others). `block_scores` is
-# SALS's (ours): one query for each block of tokens, and a token's score is the sum over the heads
-# of its attention weights (ours). Both need nothing but the header.
+# SALS's (ours): one query for each block of tokens, and a token's score is the sum of its
+# attention weights over the heads. Both need nothing but the header.
 
 
 def group_scores(logits: Tensor, live: Tensor) -> Tensor:
@@ -730,7 +740,8 @@ def _split_queries(x):
 
 @jit
 def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
-    """The queries of a tile, split for vectors in int8."""
+    """The queries of a tile [NP, RB], split for vectors in int8: high, low and scale; else the
+    queries three times."""
     query = tl.load(query_at, mask=mask, other=0.0)
     return _split_queries(query) if SPLIT else (query, query, query)
 
@@ -748,16 +759,18 @@ class ScoresConfig(NamedTuple):
 def scores_config(HP: int, r_score: int, itemsize: int) -> ScoresConfig:
     """HP: queries of a head, padded; itemsize: bytes of a stored number. Measured on an H200."""
     if itemsize == 1 and r_score <= 512 and HP * r_score <= 32768:
-        # One product takes all ranks, so that queries can be split into int8 codes. Wider vectors
-        # take fewer tokens a tile, and two tiles in flight, to fit into shared memory.
+        # One product takes all ranks, so that queries can be split into int8 codes: up to 512
+        # ranks, and 32 KB of codes. Wider vectors take fewer tokens a tile, and two tiles in
+        # flight, so that two programs fit on a multiprocessor.
         ranks = power2(r_score, 32)
         tokens = 128 if ranks <= 256 else 64
         stages = 3 if ranks < 256 else 2
         return ScoresConfig(tokens, ranks, warps=4, stages=stages, programs=2 * SMS)
     ranks = min(power2(r_score, 16), 64)
-    if itemsize == 4:
+    if itemsize == 4:  # fp32 is for tests
         return ScoresConfig(16, ranks, warps=4, stages=3, programs=2 * SMS)
-    # At most 16 KB of vectors, and of logits, if that leaves 16 tokens.
+    # At most 16 KB of vectors, and of logits, if that leaves 16 tokens, the fewest that tensor
+    # cores take. Four programs a multiprocessor hide the memory's latency.
     tokens = max(16, min(256, 8192 // ranks, 4096 // HP))
     return ScoresConfig(tokens, ranks, warps=4, stages=3, programs=4 * SMS)
 
@@ -779,26 +792,27 @@ def tiles_a_program(tiles: int, rows: int, programs: int) -> int:
 
 @jit
 def _scores_kernel(
-    query_ptr,  # [B, H, N, r*]
+    query_ptr,  # [B, H, N, r*] of the model's dtype
     vectors_ptr,  # [B, H, S, r] of the queries' dtype, or int8
     vector_scale_ptr,  # [B, H, S] fp32; None: vectors are not int8
     pos_ptr,  # [B] int32
     logits_ptr,  # [B, H, N, S] fp32
-    m_ptr,  # [B, H, splits, NP] fp32: the largest logit of a split; None under rule each
+    m_ptr,  # [B, H, splits, NP] fp32: the largest logit of a split; None: rule "each"
     l_ptr,  # [B, H, splits, NP] fp32: its sum of exp2(logit - m)
     strides,  # vectors between two rows of the batch, two heads and two tokens
     S,
-    tiles,
+    tiles,  # of S tokens
     r_score: tl.constexpr,  # leading numbers of a vector that count
     r: tl.constexpr,  # numbers of a vector
-    scale,
+    scale,  # of logits; with log2(e) if the rule is "largest"
     N: tl.constexpr,  # queries of a head
     T: tl.constexpr,  # tokens of a tile
     RB: tl.constexpr,  # ranks of a product
     STAGES: tl.constexpr,  # tiles in flight
 ):
-    """Stores logits scale q . vector of a head's N queries, and under rule largest (then in log2
-    units) what its softmax needs of each split of the tokens. A program takes one split."""
+    """Stores the logits scale q . vector of a head's N queries. For the rule "largest" these are in
+    log2 units, and each split's m and l are stored, too. A program takes one split of the
+    tokens."""
     _wait_for_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -816,7 +830,8 @@ def _scores_kernel(
     n = tl.arange(0, NP)
     dims = tl.arange(0, RB)[None, :]
 
-    # 1. The tiles of this split. Dead ones are left out where a second kernel writes the scores.
+    # 1. The tiles of this split. Those beyond pos are left out where _largest_kernel, which comes
+    # next, writes the scores.
     count = tl.cdiv(length, T) if LARGEST else tiles
     share = tl.cdiv(count, splits)
     first = split * share
@@ -828,7 +843,7 @@ def _scores_kernel(
         query_mask = (n < N)[:, None] & (dims < r_score)
         query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
 
-    # 3. Tile after tile. A maximum is kept of every T-th token, and joined at the end.
+    # 3. Tile after tile. Each of its T places has its own m and l, which are joined at the end.
     m = tl.full([T, NP], -1e30, tl.float32)
     l = tl.zeros([T, NP], tl.float32)
     for tile in tl.range(first, stop, num_stages=STAGES):
@@ -963,6 +978,7 @@ def launch_scores(
             "scale of vectors": (vector_scale, torch.float32),
         },
     )
+    check_positions(pos, S)
     is_largest = rule == "largest" and N > 1  # else the logits rank tokens alike
     NP = power2(N, 8)
     config = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
@@ -1001,8 +1017,8 @@ def launch_scores(
     if not is_largest:
         return logits.view(B, H, S)
     out = torch.empty(B, H, S, dtype=torch.float32, device=vectors.device)
-    T = 512  # whole lines of memory for each query
-    # Enough programs to fill the chip 16 times, and four a row at least.
+    T = 512  # long stretches of each query's logits
+    # Programs are short, so there are enough to fill the chip 16 times, and four a head at least.
     programs = min(cdiv(S, T), max(4, 16 * SMS // (B * H)))
     _largest_kernel[programs, H, B](
         logits_ptr=logits,
@@ -1085,8 +1101,8 @@ def block_scores_reference(
 
 @jit
 def _block_scores_kernel(
-    query_ptr,  # [B, n, H, N, r*]; with scales int8 [2, ...], high and low (_split_queries)
-    query_scale_ptr,  # [B, n, H, N] fp32, or None
+    query_ptr,  # [B, n, H, N, r*] of the model's dtype; in codes int8 [2, ...] (_split_queries)
+    query_scale_ptr,  # [B, n, H, N] fp32 of queries in codes; else None
     vectors_ptr,  # [B, H, S, r] of the queries' dtype, or int8
     vector_scale_ptr,  # [B, H, S] fp32; None: vectors are not int8
     offset_ptr,  # [B, runs, H, N] fp32; None: nothing is added to q . vector
@@ -1098,11 +1114,11 @@ def _block_scores_kernel(
     query_strides,  # numbers between queries of two rows, blocks and heads, and from high to low
     strides,  # vectors between two rows of the batch, two heads and two tokens
     S,
-    tiles,
+    tiles,  # of S tokens
     r_score: tl.constexpr,  # leading numbers of a vector that count
     r: tl.constexpr,  # numbers of a vector
     scale,  # with log2(e)
-    run,  # tokens of a run
+    run,  # tokens that share an offset
     tiles_a_block,
     N: tl.constexpr,  # queries of a head
     T: tl.constexpr,  # tokens of a tile
@@ -1110,9 +1126,9 @@ def _block_scores_kernel(
     STAGES: tl.constexpr,  # tiles in flight
     ONE_RUN: tl.constexpr,  # does a tile lie in one run?
 ):
-    """Stores the weights of a head's N queries, without their normalisers: relative to m, a
-    reference that is not far from the largest logit so far. It rises where a weight would leave
-    e5m2's range, so each tile has its own. A program takes one split of the tokens."""
+    """Stores the weights exp2(logit - m) of a head's N queries, and what it takes to normalise
+    them. m is near the largest logit so far: it rises only where a weight would leave e5m2's range,
+    so each tile's own is stored. A program takes one split of the tokens."""
     _wait_for_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -1192,7 +1208,8 @@ def _block_scores_kernel(
             if tile * T + T > length:  # else all are live
                 logits = tl.where(live[:, None], logits, float("-inf"))
             weight = tl.exp2(logits - m)
-            if tl.max(weight) > 32768:  # rarely: e5m2 has a range of 2**28 below 2**12
+            # Rarely: m rises until the largest weight is 2**12. Below that e5m2 has 2**28 left.
+            if tl.max(weight) > 32768:
                 m_new = tl.maximum(m, tl.max(logits, 0)[None, :] - 12)
                 l *= tl.exp2(m - m_new)
                 weight = tl.exp2(logits - m_new)
@@ -1208,7 +1225,7 @@ def _block_scores_kernel(
 
 @jit
 def _sum_weights_kernel(
-    weight_ptr,  # of _block_scores_kernel [B, H, S, NP]
+    weight_ptr,  # of _block_scores_kernel [B, H, S, NP], fp8 (e5m2) or fp32
     tile_m_ptr,  # [B, H, tiles, NP] fp32
     m_ptr,  # [B, H, splits, NP] fp32
     l_ptr,  # [B, H, splits, NP] fp32
@@ -1217,7 +1234,7 @@ def _sum_weights_kernel(
     S,
     splits,
     N: tl.constexpr,  # queries of a head
-    T: tl.constexpr,  # tokens of a tile
+    T: tl.constexpr,  # tokens of a tile, as in _block_scores_kernel
     SP: tl.constexpr,  # splits, padded
 ):
     """out = the sum over a head's queries of a token's normalised weights, -inf beyond pos."""
@@ -1282,6 +1299,8 @@ def launch_block_scores(
         f"queries {list(queries.shape)} do not fit vectors {list(vectors.shape)}",
     )
     need(block > 0 and block % 16 == 0, f"block is {block}, not a multiple of 16")
+    need(run > 0, f"a run has one token at least, not {run}")
+    need(not coded or first.is_contiguous(), "queries in codes must be contiguous, as scales are")
     need(n == cdiv(S, block), f"no queries for blocks of {block} of {S} tokens")
     vector_dtype = queries.dtype if vector_scale is None else torch.int8
     query_dtype = torch.int8 if coded else queries.dtype
@@ -1302,6 +1321,7 @@ def launch_block_scores(
             "offset": (offset, torch.float32, B, cdiv(S, run), H * N),
         },
     )
+    check_positions(pos, S)
     NP = power2(N, 8)
     config = scores_config(NP, r_score, tile_itemsize(queries.dtype, vectors))
     need(
@@ -1349,8 +1369,8 @@ def launch_block_scores(
         num_stages=config.stages,
         **overlapped(device),
     )
-    # Enough programs to fill the chip 16 times, and four a row at least; enough warps for the sums
-    # of all splits.
+    # Programs are short, so there are enough to fill the chip 16 times, and four a head at least.
+    # Warps: one for 1024 numbers of what the splits left, from two to four.
     programs = min(cdiv(S, max(T, 256)), max(4, 16 * SMS // (B * H)))
     _sum_weights_kernel[programs, H, B](
         weight_ptr=weight,
@@ -1412,9 +1432,10 @@ def block_scores(
 
 
 # ---------------------------------------------------------------------------------------- selection
-# A key is a score as an int32 number of the same order. The y best keys are those that reach a
-# threshold. A search narrows a bracket lo, hi: more than `most` keys reach lo, and at most `most`
-# keys reach hi.
+# `select` finds the y tokens of the best scores, without sorting. A key is a score as an int32
+# number of the same order, and the y best keys are those that reach a threshold. A search narrows a
+# bracket lo, hi: more than `most` keys reach lo, and at most `most` keys reach hi. It needs nothing
+# but the header.
 
 
 def select_reference(
@@ -1440,9 +1461,10 @@ def select_reference(
 
 
 @jit
-def _load_keys(scores_p, j, S, x, last):
-    """The keys of tokens j. A token that is no candidate has a dead key, -2**31."""
-    score = tl.load(scores_p + j, mask=j < S, other=0.0)
+def _load_keys(scores_ptr, j, S, x, last):
+    """The keys of tokens j of a row of scores [S] fp32. Candidates are the tokens x to last; any
+    other has a dead key, -2**31."""
+    score = tl.load(scores_ptr + j, mask=j < S, other=0.0)
     alive = (j >= x) & (j <= last) & (j < S) & (score > float("-inf"))
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(alive, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
@@ -1450,18 +1472,18 @@ def _load_keys(scores_p, j, S, x, last):
 
 @jit
 def _reach(keys, row, left, right):
-    """How many keys reach left, and how many reach right >= left. keys is a tile; None: the tiles
-    of row."""
+    """How many keys reach left, and how many reach right >= left: of a tile of keys; or, where row
+    is given, of all tiles of that row (scores_ptr, tile's tokens, S, x, last)."""
     if row is None:
         # Both counts in one sum, the second in the upper 16 bits: a tile has 2**15 keys at most
         both = tl.sum(tl.where(keys >= right, 65537, tl.where(keys >= left, 1, 0)))
         return both & 65535, (both >> 16) & 65535
     else:
-        scores_p, i, S, x, last = row
+        scores_ptr, i, S, x, last = row
         reach_left = last * 0
         reach_right = last * 0
         for start in range(0, S, i.shape[0] * i.shape[1]):
-            tile = _load_keys(scores_p, start + i, S, x, last)
+            tile = _load_keys(scores_ptr, start + i, S, x, last)
             reach_left += tl.sum((tile >= left).to(tl.int32))
             reach_right += tl.sum((tile >= right).to(tl.int32))
         return reach_left, reach_right
@@ -1488,8 +1510,8 @@ def _threshold(keys, row, least, most):
         lo = tl.min(tl.where(keys > -2147483648, keys, 2147483646))
         hi = tl.max(keys) + 1
     else:
-        lo = -2139095041  # the keys of minus infinity and infinity
-        hi = 2139095041
+        lo = -2139095041  # the key of minus infinity
+        hi = 2139095041  # beyond that of infinity
     fits = count_lo <= most
     lo = tl.where(fits, -2147483647, lo)
     hi = tl.where(fits, -2147483647, hi)
@@ -1520,7 +1542,7 @@ def _places(keep):
 
 
 @jit
-def _store_kept(out_p, keys, index, lo, hi, spare):
+def _store_kept(out_ptr, keys, index, lo, hi, spare):
     """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo ->
     how many it stored, and how many of these equal lo."""
     keep, tied = keys >= hi, keys < -2147483648
@@ -1528,7 +1550,7 @@ def _store_kept(out_p, keys, index, lo, hi, spare):
         tied = keys == lo
         tied &= _places(tied) < spare
         keep |= tied
-    tl.store(out_p + _places(keep), index, mask=keep)
+    tl.store(out_ptr + _places(keep), index, mask=keep)
     return tl.sum(keep.to(tl.int32)), tl.sum(tied.to(tl.int32))
 
 
@@ -1544,57 +1566,57 @@ def _tile_of(N: tl.constexpr, C: tl.constexpr):
 
 @jit
 def _survivors_kernel(
-    scores_p,  # [B, S] fp32
-    pos_p,  # [B] int32
-    key_p,  # [B, chunks, CAP] int32
-    index_p,  # [B, chunks, CAP] int32
-    cut_p,  # [B, chunks] int32
+    scores_ptr,  # [B, S] fp32
+    pos_ptr,  # [B] int32
+    key_ptr,  # [B, chunks, CAP] int32
+    index_ptr,  # [B, chunks, CAP] int32
+    cut_ptr,  # [B, chunks] int32
     S,
-    x,
-    z,
-    least,
+    x,  # sinks
+    z,  # recent tokens: candidates are x .. pos - z
+    least,  # tokens that a chunk keeps
     chunks,
     N: tl.constexpr,  # tokens of a chunk
     C: tl.constexpr,  # rows of its tile
-    CAP: tl.constexpr,
+    CAP: tl.constexpr,  # tokens that a chunk keeps at most
 ):
-    """Keeps the best `least` to CAP tokens of a chunk. Stores their keys, followed by dead ones,
-    their index, and the cut: all keys that are dropped lie below it."""
+    """Keeps `least` to CAP tokens of a chunk, its best ones. Stores their keys, followed by dead
+    ones, their index, and the cut: all keys that are dropped lie below it."""
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
-    last = tl.load(pos_p + b) - z
+    last = tl.load(pos_ptr + b) - z
 
     # Chunks interleave in runs of 4, so that neighbouring high scores spread over all chunks.
     i = _tile_of(N, C)
     j = ((i // 4) * chunks + chunk) * 4 + i % 4
-    keys = _load_keys(scores_p + b * S, j, S, x, last)
+    keys = _load_keys(scores_ptr + b * S, j, S, x, last)
     _, hi, count = _threshold(keys, None, least, CAP)
 
     keep = keys >= hi
     slot = (b * chunks + chunk) * CAP
     place = slot + _places(keep)
-    tl.store(key_p + place, keys, mask=keep)
-    tl.store(index_p + place, j, mask=keep)
+    tl.store(key_ptr + place, keys, mask=keep)
+    tl.store(index_ptr + place, j, mask=keep)
     rest = tl.arange(0, CAP)
-    tl.store(key_p + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
-    tl.store(cut_p + b * chunks + chunk, hi)
+    tl.store(key_ptr + slot + rest, tl.full([CAP], -2147483648, tl.int32), mask=rest >= count)
+    tl.store(cut_ptr + b * chunks + chunk, hi)
 
 
 @jit
 def _select_kernel(
-    scores_p,  # [B, S] fp32
-    pos_p,  # [B] int32
-    wanted_p,  # [B] int32: how many tokens a row of the batch takes; None: y
-    key_p,  # of _survivors_kernel [B, N]; None, as the next two: candidates are all tokens
-    index_p,  # [B, N]
-    cut_p,  # [B, CHUNKS]
-    out_p,  # [B, x + y] int32
+    scores_ptr,  # [B, S] fp32
+    pos_ptr,  # [B] int32
+    wanted_ptr,  # [B] int32: how many tokens a row of the batch takes; None: y
+    key_ptr,  # of _survivors_kernel [B, N] int32; None: candidates are all tokens
+    index_ptr,  # [B, N] int32, or None
+    cut_ptr,  # [B, CHUNKS] int32, or None
+    out_ptr,  # [B, x + y] int32
     S,
-    x,
-    y,
-    z,
+    x,  # sinks
+    y,  # tokens that are chosen
+    z,  # recent tokens, which are not
     N: tl.constexpr,  # candidates of a tile
     C: tl.constexpr,  # rows of the tile
     CHUNKS: tl.constexpr,
@@ -1606,48 +1628,48 @@ def _select_kernel(
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(0).to(tl.int64)
-    last = tl.load(pos_p + b) - z  # the newest token outside of the recent window
-    if wanted_p is None:
+    last = tl.load(pos_ptr + b) - z  # the newest token outside of the recent window
+    if wanted_ptr is None:
         want = y
     else:
-        want = tl.minimum(tl.load(wanted_p + b), y)
-    scores_p += b * S
-    out_p += b * (x + y)
+        want = tl.minimum(tl.load(wanted_ptr + b), y)
+    scores_ptr += b * S
+    out_ptr += b * (x + y)
 
     # The candidates
     i = _tile_of(N, C)
-    if key_p is None:
+    if key_ptr is None:
         index = i
-        keys = _load_keys(scores_p, i, S, x, last)
+        keys = _load_keys(scores_ptr, i, S, x, last)
     else:
-        cut = tl.load(cut_p + b * CHUNKS + tl.arange(0, CHUNKS))
-        keys = tl.load(key_p + b * N + i)
-        index = tl.load(index_p + b * N + i)
+        cut = tl.load(cut_ptr + b * CHUNKS + tl.arange(0, CHUNKS))
+        keys = tl.load(key_ptr + b * N + i)
+        index = tl.load(index_ptr + b * N + i)
 
     # The best of them
     lo, hi, total = _threshold(keys, None, want, want)
     done = True
-    if key_p is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
+    if key_ptr is not None:  # dropped keys are below the cuts: exact, unless one could reach hi
         done = tl.max(cut, 0) <= hi
     spare = tl.where(lo < hi, want - total, 0)
-    _store_kept(out_p + x, keys, index, lo, hi, spare)
+    _store_kept(out_ptr + x, keys, index, lo, hi, spare)
     total += spare
 
     if not done:  # the same over all tokens, tile by tile
-        lo, hi, total = _threshold(None, (scores_p, i, S, x, last), want, want)
+        lo, hi, total = _threshold(None, (scores_ptr, i, S, x, last), want, want)
         spare = tl.where(lo < hi, want - total, 0)
         total = last * 0
         for start in range(0, S, N):
-            keys = _load_keys(scores_p, start + i, S, x, last)
-            kept, ties = _store_kept(out_p + x + total, keys, start + i, lo, hi, spare)
+            keys = _load_keys(scores_ptr, start + i, S, x, last)
+            kept, ties = _store_kept(out_ptr + x + total, keys, start + i, lo, hi, spare)
             total += kept
             spare -= ties
 
     # The sinks, and -1 in the places that are left
     sink = tl.arange(0, XP)
     rest = tl.arange(0, YP)
-    tl.store(out_p + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
-    tl.store(out_p + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
+    tl.store(out_ptr + sink, tl.where(sink <= last, sink, -1), mask=sink < x)
+    tl.store(out_ptr + x + rest, tl.full([YP], -1, tl.int32), mask=(rest >= total) & (rest < y))
 
 
 def empty_selection(
@@ -1661,8 +1683,9 @@ def empty_selection(
 def launch_select(
     scores: Tensor, pos: Tensor, x: int, y: int, z: int, wanted: Tensor | None = None
 ) -> Tensor:
-    """scores [B, S] -> index [B, x + y]. Of equal scores at the threshold any may be chosen. Choice
-    and order are the same in every run.
+    """scores [B, S] fp32 -> index [B, x + y] int32: the sinks 0 .. x - 1, and the y best-scored
+    tokens of x .. pos - z, or wanted [B] int32 of them; -1 if there are fewer. Of equal scores at
+    the threshold any may be chosen. Choice and order are the same in every run.
 
     A long row of scores takes two kernels. Chunks keep a few more tokens than their part of y, and
     a program for each row selects among them. If a chunk dropped one too many, it passes over all
@@ -1692,11 +1715,11 @@ def launch_select(
         cut = pos.new_empty(B, n_chunks)
         tile_rows, warps = select_config(plan.tokens, chunk=True)
         _survivors_kernel[n_chunks, B](
-            scores_p=scores,
-            pos_p=pos,
-            key_p=key,
-            index_p=index,
-            cut_p=cut,
+            scores_ptr=scores,
+            pos_ptr=pos,
+            key_ptr=key,
+            index_ptr=index,
+            cut_ptr=cut,
             S=S,
             x=x,
             z=z,
@@ -1710,13 +1733,13 @@ def launch_select(
         )
     tile_rows, warps = select_config(n_candidates)
     _select_kernel[B,](
-        scores_p=scores,
-        pos_p=pos,
-        wanted_p=wanted,
-        key_p=key,
-        index_p=index,
-        cut_p=cut,
-        out_p=out,
+        scores_ptr=scores,
+        pos_ptr=pos,
+        wanted_ptr=wanted,
+        key_ptr=key,
+        index_ptr=index,
+        cut_ptr=cut,
+        out_ptr=out,
         S=S,
         x=x,
         y=y,
@@ -1743,7 +1766,7 @@ class SelectChunks(NamedTuple):
 
 def select_chunks(S: int, y: int) -> SelectChunks | None:
     """How `select` cuts a row of S scores to find the y best. None: one program takes the row
-    whole, as S is at most 4096, or chunks would keep too much."""
+    whole, as S is at most 4096, which one program searches soon, or chunks would keep too much."""
     if S <= 4096:
         return None
     # more tokens a chunk where the survivors of smaller ones are too many
@@ -1766,8 +1789,8 @@ def select_chunks(S: int, y: int) -> SelectChunks | None:
 
 
 def select_passes(S: int, y: int) -> bool:
-    """Whether the kernel would have to pass over such a row many times, as no chunks fit: topk is
-    faster."""
+    """Whether the kernel would have to pass over such a row many times, as no chunks fit, and the
+    row, of more than 8192 scores, is too long for one program: topk is faster."""
     return S > 8192 and select_chunks(S, y) is None
 
 
@@ -1823,8 +1846,9 @@ def select(
 #     l    [T, G]  the sum of exp2(logit - m), of every T-th token; summed over T at the end
 #     acc  [D, G]  the sum of exp2(logit - m) v
 #
-# Logits are in log2 units. Where there are several splits, each stores its m, l and acc, and a
-# second kernel joins them.
+# Logits are in log2 units: the launcher's scale has log2(e). A logit that is not there is -1e30,
+# not -inf, since the difference of two of these would be NaN. Where there are several splits, each
+# stores its m, l and acc, and a second kernel joins them. The block needs nothing but the header.
 
 
 def attend_plain_reference(
@@ -1872,7 +1896,7 @@ def _merge_kernel(
     m_ptr,  # [B, Hq, splits] fp32
     l_ptr,  # [B, Hq, splits] fp32
     part_ptr,  # [B, Hq, splits, D] fp32
-    out_ptr,  # [B, Hq, D]
+    out_ptr,  # [B, Hq, D] of q's dtype
     splits,
     D: tl.constexpr,
     N: tl.constexpr,  # splits at a time
@@ -1906,9 +1930,11 @@ def merge_splits(parts: Splits, q: Tensor) -> Tensor:
         return parts.out
     B, Hq, splits, D = parts.out.shape
     out = torch.empty(B, Hq, D, dtype=q.dtype, device=q.device)
+    # As many splits at once as registers hold: 64 of at most 128 numbers, in two warps, where there
+    # are many; else up to 16, in one.
     if splits > 16 and D <= 128:
         splits_at_once, warps = 64, 2
-    else:  # wider ones would run out of registers
+    else:
         splits_at_once, warps = min(16, power2(splits)), 1
     _merge_kernel[B * Hq,](
         m_ptr=parts.m,
@@ -1974,17 +2000,17 @@ def _load_queries(q_ptr, d, exists, D: tl.constexpr, G: tl.constexpr, GP: tl.con
 @jit
 def _attend_exact(
     q_ptr,  # [G, D]: the group's queries
-    exact_k_ptr,  # [B, z, Hkv, D] after RoPE
-    exact_v_ptr,  # [B, z, Hkv, DV]
-    b,
-    h,
+    exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE
+    exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype
+    b,  # the row
+    h,  # its KV head
     Hkv,
-    pos,
-    z,
-    scale,
-    m,  # [GP]
-    l,  # [T, GP]
-    acc,  # [len(channel), GP]
+    pos,  # of the row
+    z,  # exact slots
+    scale,  # with log2(e)
+    m,  # [GP] fp32
+    l,  # [T, GP] fp32
+    acc,  # [len(channel), GP] fp32
     channel,  # the value channels of acc's rows
     has_channel,  # which of these there are
     G: tl.constexpr,
@@ -1993,7 +2019,8 @@ def _attend_exact(
     DV: tl.constexpr,
     T: tl.constexpr,
 ):
-    """A softmax (m, l, acc) with the exact tokens, whose slots fill from the left."""
+    """The softmax (m, l, acc), and the exact tokens taken into it. Their slots fill from the left:
+    with fewer than z tokens, slot i has token i, and the slots beyond pos are empty."""
     d = tl.arange(0, _padded(D, 16))
     query = _load_queries(q_ptr, d, d < D, D, G, GP)
     for start in tl.range(0, z, T, num_stages=1):
@@ -2022,15 +2049,15 @@ def _attend_exact(
 def _store_split(
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
     l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV]
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     first_head,  # of the group, among all rows' heads
     split,
     splits,
-    m,  # [GP]
-    l,  # [GP]
-    acc,  # [len(channel), GP]
-    channel,
-    has_channel,
+    m,  # [GP] fp32
+    l,  # [GP] fp32: summed over tokens
+    acc,  # [len(channel), GP] fp32
+    channel,  # the value channels of acc's rows
+    has_channel,  # which of these there are
     G: tl.constexpr,
     GP: tl.constexpr,
     DV: tl.constexpr,
@@ -2057,6 +2084,9 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 
 # --------------------------------------------------- shared by the kernels that decode packed codes
+# Codes of 2 or 4 bits, as KIVI's and SALS's values have them: how they lie in memory, and how a
+# kernel reads a tile of them as numbers. The block needs the header, and check_store in it; a
+# kernel loads codes as words of four bytes, which are decoded together.
 
 
 class Packing(NamedTuple):
@@ -2071,12 +2101,12 @@ class Packing(NamedTuple):
     The channels of a GROUP share a minimum and a scale. A run lies in one group. If WIDTH is no
     power of 2, a plane is one padded run over several groups."""
 
-    BITS: int
-    GROUP: int
-    WIDTH: int
-    RUN: int
-    RUNS: int
-    PLANES: int
+    BITS: int  # of a code
+    GROUP: int  # channels that share a minimum and a scale
+    WIDTH: int  # bytes of a vector, and channels of a plane
+    RUN: int  # channels of a run
+    RUNS: int  # of a plane
+    PLANES: int  # codes of a byte
     D: int  # channels
     COLUMNS: int  # channels of a decoded tile, padded
 
@@ -2100,6 +2130,7 @@ def value_packing(D: int, bits: int, has_one_scale: bool = False) -> Packing:
         is_whole and (has_one_scale or group == power2(group)),
         f"values of {bits} bits need a head dim of 16 or a multiple of 32, not {D}",
     )
+    # Runs of 32 channels, as groups are; a plane that has to be padded is one run.
     run = min(32, width) if width == power2(width) else power2(width)
     return packing_of(D, bits, group, run)
 
@@ -2234,30 +2265,30 @@ def as_words(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------- attention: plain K and V
 # A flash-decode over keys and values as they are: all tokens, or those of an index, and exact
-# tokens besides. Numbers in e4m3 with one scale a head are read by the same kernel. It needs the
-# shared block of the kernels that attend.
+# tokens besides. The same kernel reads numbers in e4m3 with one scale a head. It needs the shared
+# block of the kernels that attend, where attend_plain_reference is, too.
 
 
 @jit
 def _attend_plain_kernel(
-    q_ptr,  # [B, Hq, D]
+    q_ptr,  # [B, Hq, D] of the model's dtype
     k_ptr,  # [B, Hkv, S, D] of q's dtype, or e4m3
     v_ptr,  # [B, Hkv, S, DV] of the same
     k_scale_ptr,  # [B, Hkv] fp32, of e4m3; else None
-    v_scale_ptr,  # [B, Hkv] fp32
+    v_scale_ptr,  # [B, Hkv] fp32, or None
     index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
-    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
-    exact_v_ptr,  # [B, z, Hkv, DV]
+    exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
     pos_ptr,  # [B] int32
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
-    l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     k_strides,  # vectors between two rows of the batch, two KV heads and two tokens
-    v_strides,
+    v_strides,  # and those of values
     n,  # tokens of the index; without one of the store
-    sets,  # of the index
+    sets,  # of the index in a row of the batch: 1, Hkv or Hq
     index_stride,  # numbers between two rows of it
-    z,
+    z,  # exact slots
     Hkv,
     scale,  # with log2(e)
     G: tl.constexpr,  # queries of a program
@@ -2464,8 +2495,9 @@ def has_e4m3(device: torch.device) -> bool:
 
 
 def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> tuple[int, int]:
-    """(tokens a tile, tiles in flight). Three tiles in flight need large shared memory (is_large:
-    has_large_shared_memory); in fp32, whose tiles are twice as large, two of 32 tokens fit."""
+    """(tokens a tile, tiles in flight). Keys and values of 64 tokens and 128 dims in 16 bits are 32
+    KB a tile. Three in flight need large shared memory (is_large: has_large_shared_memory), else
+    there are two, of 32 tokens if values are wider or numbers are in fp32."""
     if dtype == torch.float32:
         return 32, 2
     if is_large:
@@ -2501,14 +2533,16 @@ def attend_plain(
 # ------------------------------------------------------ attention: keys rebuilt from latents (SALS)
 # The fused sparse-latent kernel: it gathers the latents and values of chosen tokens in their codes,
 # rebuilds the keys (latent times basis, and bias), rotates them to their positions and attends
-# them, with the exact tokens besides; nothing of this is written to memory. Without an index it
+# them, with the exact tokens besides; none of this is written to memory. Without an index it
 # attends all tokens (SALS's layers that are not sparse). Latents and basis are in codes (ours), or
-# in 16 bits (the paper's SALS; Palu, whose heads have latents of their own). It needs the shared
-# blocks of the kernels that attend, and of those that decode codes; and the codes of a token.
+# in 16 bits (the paper's SALS; Palu, whose heads have latents of their own). It needs both shared
+# blocks, of the kernels that attend and of those that decode packed codes; and the codes of a
+# token.
 
 
 def rope_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp16 beside caches of 16 bits: 4 bytes a pair, with an eighth of bf16's rounding."""
+    """The dtype of the kernel's cos and sin. Beside caches of 16 bits it is fp16: a pair is 4
+    bytes, and its rounding an eighth of bf16's."""
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
@@ -2597,29 +2631,30 @@ def _add_int4(
 
 @jit
 def _attend_latents_kernel(
-    q_ptr,  # [B, Hq, D]
+    q_ptr,  # [B, Hq, D] of the model's dtype
     latent_ptr,  # [B, Hkv, S, R8]: int8 codes of the leading dims, or all dims of q's dtype
     latent_scale_ptr,  # [B, Hkv, S] fp32; None: latents are no codes
     int4_ptr,  # [B, Hkv, S, N4] uint8: the other dims, two in a byte; None: there are none
     basis_ptr,  # [Hkv, DP, R8 + 2 N4] int8 or of q's dtype, RoPE pairs side by side
-    basis_scale_ptr,  # [Hkv, DP] fp32; None
-    bias_ptr,  # [Hkv, DP] fp32, in units of the scale; None
+    basis_scale_ptr,  # [Hkv, DP] fp32; None: the basis is no codes
+    bias_ptr,  # [Hkv, DP] fp32, in units of the scale; None: there is none
     rope_ptr,  # [>= S, D/2] cos and sin: words of two halves, or pairs of fp32 numbers
-    v_ptr,  # words of codes [B, Hkv, S, DV * bits / 32] int32, or plain [B, Hkv, S, DV]
-    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] or a scale [B, Hkv, S]; None: plain
+    v_ptr,  # words of codes [B, Hkv, S, DV * bits / 32] int32, or plain [B, Hkv, S, DV], q's dtype
+    # (minimum, scale) words [B, Hkv, S, groups] int32, or a scale [B, Hkv, S] fp16; None: plain
+    v_scale_ptr,
     index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
-    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
-    exact_v_ptr,  # [B, z, Hkv, DV]
+    exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
     pos_ptr,  # [B] int32
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
-    l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     latent_strides,  # vectors between two rows of the batch, two KV heads (0: shared), two tokens
-    v_strides,
+    v_strides,  # and those of values
     n,  # tokens of the index; without one of the store
-    sets,  # of the index
+    sets,  # of the index in a row of the batch: 1, Hkv or Hq
     index_stride,  # numbers between two rows of it
-    z,
+    z,  # exact slots
     Hkv,
     scale,  # with log2(e)
     G: tl.constexpr,  # queries of a program
@@ -2630,7 +2665,7 @@ def _attend_latents_kernel(
     N4: tl.constexpr,  # bytes of 4-bit codes
     RB: tl.constexpr,  # dims of a product
     HELD: tl.constexpr,  # does a product take all R8 dims? The basis then stays in shared memory
-    WIDE: tl.constexpr,  # if so: bytes of a first product of 4-bit dims
+    WIDE: tl.constexpr,  # if so, bytes of a first product of 4-bit dims
     NARROW: tl.constexpr,  # and of a second one; 0: one suffices
     PACKING: tl.constexpr,  # of the values' codes; None: they are plain
     T: tl.constexpr,  # tokens of a tile
@@ -2816,7 +2851,8 @@ class LatentsConfig(NamedTuple):
 def latents_config(
     dtype: torch.dtype, R8: int, N4: int, coded: bool, DV: int, plain_v: bool, is_large: bool
 ) -> LatentsConfig:
-    """is_large: has_large_shared_memory. Measured on an H200."""
+    """R8: dims of a latent that are no 4-bit codes; N4: bytes of 4-bit codes; is_large:
+    has_large_shared_memory. Measured on an H200."""
     itemsize = 4 if dtype == torch.float32 else 1 if coded else 2
     R = R8 + 2 * N4
     # The basis stays in shared memory if it fits: 64 KB of a head of 128 dims in large shared
@@ -2829,11 +2865,12 @@ def latents_config(
         RB, held = 128 // itemsize, False
         if N4:
             RB = max(RB, 64)  # a byte holds two dims, and an int8 product takes 32
-    # A first product takes the largest power of two of bytes, or all if these are few.
+    # A first product takes the largest power of two of bytes, or all if these are few. A product
+    # takes 32 at least, as tensor cores want them of int8.
     wide = power2(N4, 32) if N4 < 64 else power2(N4 + 1) // 2
     narrow = power2(N4 - wide, 32) if N4 > wide else 0
     T, warps, stages = 64, 4, 2
-    if itemsize == 4:
+    if itemsize == 4:  # numbers are twice as large as those of 16 bits
         T = 32
     elif is_large and not (plain_v and DV >= 128):  # these leave no room for a third
         stages = 3
@@ -2930,6 +2967,7 @@ def launch_attend_latents(
         },
     )
     if bits == 16:
+        need(v_scale is None, "values of 16 bits have no scale")
         packing = None
         DV = v.shape[3]
         v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
@@ -3020,9 +3058,9 @@ def launch_attend_latents(
 
 # ---------------------------------------------------------- attention: keys in channel codes (KIVI)
 # 32 tokens in line are a group: they share a minimum and a scale of each channel of the keys.
-# Values are in codes per token. All tokens are attended but the last ones, which are exact. It
-# needs the shared blocks of the kernels that attend, and of those that decode codes; and the codes
-# of a token.
+# Values have a minimum and a scale for each token's groups of channels. All tokens are attended, of
+# which the last ones are exact. It needs both shared blocks, of the kernels that attend and of
+# those that decode packed codes; and, for the reference, the codes of a token.
 
 
 def attend_channels_reference(
@@ -3045,24 +3083,24 @@ def attend_channels_reference(
 
 @jit
 def _attend_channels_kernel(
-    q_ptr,  # [B, Hq, D]
+    q_ptr,  # [B, Hq, D] of the model's dtype
     k_ptr,  # words of codes [B, Hkv, k_tokens, D * bits / 32] int32
     k_scale_ptr,  # (minimum, scale) words [B, Hkv, k_tokens / 32, D] int32
     v_ptr,  # words of codes [B, Hkv, S, DV * bits / 32] int32
     v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] int32, or a scale [B, Hkv, S] fp16
-    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
-    exact_v_ptr,  # [B, z, Hkv, DV]
+    exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
     pos_ptr,  # [B] int32
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
-    l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     v_strides,  # vectors between two rows of the batch, two KV heads and two tokens
     k_tokens,  # of the keys' store, whole groups
-    S,
-    z,
+    S,  # tokens of the values' store
+    z,  # exact slots
     scale,  # with log2(e)
-    G: tl.constexpr,
-    GP: tl.constexpr,  # G, padded
+    G: tl.constexpr,  # queries of a KV head
+    GP: tl.constexpr,  # padded
     D: tl.constexpr,
     DV: tl.constexpr,
     KEYS: tl.constexpr,  # the packing of keys: one run, for all channels of a plane
@@ -3203,7 +3241,7 @@ def launch_attend_channels(
     """Attention of one new token of each row over KIVI's codes: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    k [B, Hkv, tokens, D * bits / 8] uint8 of 2 or 4 bits, `tokens` being a multiple of 32, with
+    k [B, Hkv, tokens, D * bits / 8] uint8 of 2 or 4 bits, tokens a multiple of 32, with
     k_scale [B, Hkv, tokens / 32, D, 2] fp16 (minimum, scale); v, v_scale and their bits as
     check_coded_values says, of S <= tokens. exact: (), or keys and values [B, z, Hkv, *], which are
     attended in the place of the z last tokens; their slots fill from the left."""
@@ -3212,6 +3250,7 @@ def launch_attend_channels(
     S = v.shape[2]
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
     need(k_tokens >= S, f"keys of {k_tokens} tokens do not fit values of {S}")
+    need(k_tokens % 32 == 0, f"keys of {k_tokens} tokens are not whole groups of 32")
     k_bits = k_bytes * 8 // D
     need(k_bits in (2, 4), f"codes of keys are of 2 or 4 bits, not {list(k.shape)}")
     need(D % 16 == 0, f"keys in codes need a head dim of whole words, not {D}")
@@ -3223,6 +3262,7 @@ def launch_attend_channels(
             "scale of keys": (k_scale, torch.float16, B, Hkv, k_tokens // 32, D, 2),
         },
     )
+    # One run takes a plane whole, since a channel's group is that of its tokens.
     keys = packing_of(D, k_bits, group=32, run=power2(D, 16) * k_bits // 8)
     values, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
     v_words, v_scale_words = as_words(v, v_scale)
@@ -3277,29 +3317,30 @@ def channels_config(dtype: torch.dtype) -> tuple[int, int, int, int]:
 
 # ------------------------------------------------ attention: latents that all heads share (EliteKV)
 # A latent is the key of every head, and its leading numbers are the value, so that it is read once.
-# It needs the shared blocks of the kernels that attend, and of those that decode codes; and, for
-# latents beyond 512 numbers (256 in fp32), scores and attention of given logits.
+# It needs the shared block of the kernels that attend. Latents beyond 512 numbers (256 in fp32)
+# need scores and attention of given logits besides, and with it the block that decodes packed
+# codes.
 
 
 @jit
 def _attend_shared_latent_kernel(
-    q_ptr,  # [B, Hq, W]
+    q_ptr,  # [B, Hq, W] of the model's dtype
     latent_ptr,  # [B, S, W] of q's dtype
     pos_ptr,  # [B] int32
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
-    l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     S,
     scale,  # with log2(e)
-    G: tl.constexpr,  # all queries
+    G: tl.constexpr,  # queries of a row: Hq
     GP: tl.constexpr,  # padded
-    W: tl.constexpr,
-    DV: tl.constexpr,
+    W: tl.constexpr,  # numbers of a latent
+    DV: tl.constexpr,  # of these, leading ones that are the value
     T: tl.constexpr,  # tokens of a tile
     STAGES: tl.constexpr,  # tiles in flight
     BRANCH: tl.constexpr,  # does the softmax lie in a branch, always taken?
 ):
-    """out = softmax(scale q L^T) L[:, :DV], of latents L."""
+    """out = softmax(scale q L^T) L[:, :DV], of latents L. A program has all query heads."""
     _wait_for_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -3378,10 +3419,11 @@ def launch_attend_shared_latent(
         pos=(pos, torch.int32, B),
     )
     need(DV <= W, f"a latent of {W} numbers has no value of {DV}")
-    if q.element_size() == 4:
+    if q.element_size() == 4:  # for tests
         T = 16
-    else:
+    else:  # two tiles of 64 latents of 512 numbers are 128 KB
         T = 64 if has_large_shared_memory(q.device) else 32
+    # Where wgmma, Hopper's product, keeps two tiles in shared memory (see the kernel).
     branch = q.element_size() == 2 and W > 32 and nvidia_generation(q.device) == 9
     splits = attend_splits(S, B, programs_a_sm=1)  # a tile takes most of the shared memory
     parts = empty_splits(q, splits, DV)
@@ -3434,31 +3476,32 @@ def attend_shared_latent(
 
 # -------------------------------------------------------------------------- attention: given logits
 # Softmax and values alone: for H2O, which keeps the weights, for wide latents that all heads share,
-# and for extras/hopper.py, which makes SALS's logits itself. It needs the shared blocks of the
-# kernels that attend, and of those that decode codes.
+# and for extras/hopper.py, which makes SALS's logits itself. It needs both shared blocks, of the
+# kernels that attend and of those that decode packed codes.
 
 
 @jit
 def _attend_logits_kernel(
-    q_ptr,  # [B, Hq, D], for the exact tokens
+    q_ptr,  # [B, Hq, D] of the model's dtype, for the exact tokens
     logits_ptr,  # [B, Hkv, G, n] fp32: of the index's tokens in their order; without it of all
-    v_ptr,  # [B, Hkv, S, DV], or words of codes [B, Hkv, S, DV * bits / 32] int32
-    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, groups] or a scale [B, Hkv, S]; None: plain
+    v_ptr,  # [B, Hkv, S, DV] of q's dtype, or words of codes [B, Hkv, S, DV * bits / 32] int32
+    # (minimum, scale) words [B, Hkv, S, groups] int32, or a scale [B, Hkv, S] fp16; None: plain
+    v_scale_ptr,
     index_ptr,  # [B, n] int32, -1: no token; None: all tokens that are not exact
-    exact_k_ptr,  # [B, z, Hkv, D] after RoPE; None: there are none
-    exact_v_ptr,  # [B, z, Hkv, DV]
+    exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
     pos_ptr,  # [B] int32
     m_ptr,  # [B, Hq, splits] fp32; None: there is one split
-    l_ptr,  # [B, Hq, splits] fp32
-    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV]
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, DV] fp32; of one split the result [B, Hq, DV] of q's dtype
     logit_strides,  # numbers between two rows of the batch, two KV heads and two queries
     v_strides,  # vectors between two rows of the batch, two KV heads and two tokens
     n,  # tokens of the index; without one of the store
     index_stride,  # numbers between two rows of it
-    z,
+    z,  # exact slots
     scale,  # with log2(e)
-    G: tl.constexpr,
-    GP: tl.constexpr,  # G, padded; 1: one query, which needs no tensor cores
+    G: tl.constexpr,  # queries of a KV head
+    GP: tl.constexpr,  # padded; 1: one query, which needs no tensor cores
     D: tl.constexpr,
     DV: tl.constexpr,
     PACKING: tl.constexpr,  # of the values' codes; None: they are plain
@@ -3497,7 +3540,8 @@ def _attend_logits_kernel(
         offs = first * T + tl.arange(0, T)
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
 
-    # 2. A softmax of the exact tokens, or of nothing. Tensor cores take 8 queries at least.
+    # 2. A softmax of the exact tokens, or of nothing. Tensor cores, which attend them, take 8
+    # queries at least.
     EP: tl.constexpr = 8 if GP == 1 else GP
     m_exact = tl.full([EP], -1e30, tl.float32)
     l_exact = tl.zeros([T, EP], tl.float32)
@@ -3625,6 +3669,7 @@ def launch_attend_logits(
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
     check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
     if bits == 16:
+        need(v_scale is None, "values of 16 bits have no scale")
         packing = None
         DV = v.shape[3]
         v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
@@ -3645,7 +3690,7 @@ def launch_attend_logits(
         # Values in codes are few bytes: more programs, of two warps where one query needs no
         # tensor cores.
         T, warps, stages, programs_a_sm = 64, 4 if G > 1 else 2, 2, 6
-    elif has_large_shared_memory(q.device):
+    elif has_large_shared_memory(q.device):  # as plain_config has it, and the next one, too
         T, warps, stages, programs_a_sm = 64, 4, 3, 4
     else:
         T, warps, stages, programs_a_sm = 64 if DV <= 128 else 32, 4, 2, 4
@@ -3689,7 +3734,7 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Te
     if not kernel:
         live = torch.arange(v.shape[2], device=pos.device) <= pos[:, None, None, None]
         return matmul_codes(logits.masked_fill(~live, -torch.inf).softmax(-1), v).flatten(1, 2)
-    q = v.new_empty(B, Hkv * G, 16)  # only its shape and dtype are used
+    q = v.new_empty(B, Hkv * G, 16)  # of any width: only exact tokens would read it
     return launch_attend_logits(q, logits, v, None, 16, pos.int(), None, (), 1.0)
 
 
@@ -3699,14 +3744,17 @@ def attend_logits(logits: Tensor, v: Tensor, pos: Tensor, *, kernel: bool) -> Te
 # of work instead, whichever heads and rows these are:
 #
 #     head after head, the widest first; of a head all rows, one behind the other, in blocks of 16
-#     tokens. A block's work is the head's d_qk + d_v (balanced=False: 1, the paper's /KE).
+#     tokens. A block's work is the head's d_qk + d_v, in 8s (balanced=False: 1, the paper's /KE).
 #
-# Where a stretch begins follows from the lengths of the rows, which are read on the device, so that
-# one CUDA graph serves every length. A tile's tokens follow from the head's width: many of a narrow
-# head. Each piece of a row that a program attends is a part of the result, and a second kernel
-# joins a head's parts. It needs the shared block of the kernels that attend, for the reference.
+# A block belongs to the program in whose stretch its work begins. A stretch is never shorter than a
+# block of the widest head, so that every program between the first and the last of a row has a
+# block of it. Where a stretch begins follows from the lengths of the rows, which are read on the
+# device, so that one CUDA graph serves every length. A tile's tokens follow from the head's width:
+# many of a narrow head. Each piece of a row that a program attends is a part of the result, and a
+# second kernel joins a head's parts. It needs the shared block of the kernels that attend, for the
+# reference.
 
-RAGGED_BLOCK = 16  # tokens: pieces begin at multiples of it
+RAGGED_BLOCK = 16  # tokens, the fewest that tensor cores take: pieces begin at multiples of it
 
 
 class RaggedHead(NamedTuple):
@@ -3717,14 +3765,15 @@ class RaggedHead(NamedTuple):
     d_v: int
     k_before: int  # numbers that are stored before its keys, of all heads
     v_before: int  # and before its values
-    work_before: int  # of a block, of all heads that come first on the line
-    work: int  # of a block
-    widths: int  # which of ragged_widths its products have
+    work_before: int  # of one block of each head that comes first on the line
+    work: int  # of a block, in 8s of numbers a token
+    widths: int  # which of ragged_widths its products have, by number
 
 
 def product_widths(rank: int) -> tuple[int, int]:
-    """Vectors of a rank are multiplied in one or two parts, powers of two from 16 on, of which the
-    second is the smaller: (64, 16) for 72, (64, 0) for 64. Zeros pad them."""
+    """Vectors of a rank are multiplied in one or two parts, powers of two from 16 on (the least
+    that tensor cores take), of which the second is the smaller: (64, 16) for 72, (64, 0) for 64.
+    Zeros pad them."""
     whole = power2(rank, 16)
     half = whole // 2
     rest = power2(rank - half, 16)
@@ -3779,7 +3828,8 @@ def attend_ragged_reference(
 
 @jit
 def _row_blocks(pos_ptr, B, BP: tl.constexpr):
-    """The length of each row [BP], and where its blocks end on the line of a head [BP]."""
+    """The length of each row [BP], and where its blocks, of RAGGED_BLOCK tokens, end on the line of
+    a head [BP]."""
     row = tl.arange(0, BP)
     length = tl.load(pos_ptr + row, mask=row < B, other=-1) + 1
     return length, tl.cumsum(tl.cdiv(length, 16), 0)
@@ -3787,7 +3837,8 @@ def _row_blocks(pos_ptr, B, BP: tl.constexpr):
 
 @constexpr_function
 def _tile_tokens(widths, numbers, most):
-    """Tokens of a tile: as many as fit in so many numbers of these widths, from 16 on."""
+    """Tokens of a tile: 16, or the largest power of two, up to `most`, of which the keys have no
+    more than so many numbers, with the zeros that pad them to these widths."""
     tokens = 16
     while tokens < most and 2 * tokens * (widths[0] + widths[1]) <= numbers:
         tokens *= 2
@@ -3796,20 +3847,20 @@ def _tile_tokens(widths, numbers, most):
 
 @jit
 def _attend_piece(
-    q_ptr,  # [G, DQ]: the queries of the piece's head
-    k_ptr,  # [S, d_qk]: of the row
-    v_ptr,  # [S, d_v]
-    out_ptr,  # [G, DV] fp32
-    lse_ptr,  # [G] fp32: the logarithm of the sum of exp2(logit)
+    q_ptr,  # [G, DQ] of the model's dtype: the queries of the piece's head
+    k_ptr,  # [S, d_qk] of q's dtype: the keys of the row and head
+    v_ptr,  # [S, d_v] of q's dtype
+    out_ptr,  # [G, DV] fp32: the part's attention
+    lse_ptr,  # [G] fp32: log2 of its sum of exp2(logit), its weight in the merge
     d_qk,
     d_v,
-    first,
-    stop,
+    first,  # token of the piece
+    stop,  # and the one behind its last
     scale,  # with log2(e)
-    DQ,
-    G: tl.constexpr,
-    GP: tl.constexpr,  # G, padded
-    DV: tl.constexpr,
+    DQ,  # numbers of a query: the largest d_qk
+    G: tl.constexpr,  # queries of a KV head
+    GP: tl.constexpr,  # padded
+    DV: tl.constexpr,  # numbers of a part: the largest d_v
     W1: tl.constexpr,  # product_widths
     W2: tl.constexpr,
     T: tl.constexpr,  # tokens of a tile
@@ -3862,8 +3913,8 @@ def _attend_piece(
 
 @jit
 def _attend_ragged_kernel(
-    q_ptr,  # [B, Hkv, G, DQ]
-    packed_ptr,  # K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each
+    q_ptr,  # [B, Hkv, G, DQ] of the model's dtype
+    packed_ptr,  # K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each, of q's dtype
     table_ptr,  # [Hkv, 8] int32: RaggedHead
     pos_ptr,  # [B] int32
     out_ptr,  # [parts, G, DV] fp32
@@ -3871,13 +3922,13 @@ def _attend_ragged_kernel(
     B,
     S,
     Hkv,
-    DQ,
-    work_a_block,  # of all heads
-    most_work,  # of a block of one head
+    DQ,  # numbers of a query: the largest d_qk
+    work_a_block,  # of one block of each head
+    most_work,  # of a block of the widest head
     scale,  # with log2(e)
-    G: tl.constexpr,
-    GP: tl.constexpr,  # G, padded
-    DV: tl.constexpr,
+    G: tl.constexpr,  # queries of a KV head
+    GP: tl.constexpr,  # padded
+    DV: tl.constexpr,  # numbers of a part: the largest d_v
     BP: tl.constexpr,  # rows of the batch, padded
     HP: tl.constexpr,  # KV heads, padded
     WIDTHS: tl.constexpr,  # ragged_widths
@@ -3907,7 +3958,8 @@ def _attend_ragged_kernel(
     i = tl.sum((ends_before & is_head).to(tl.int32))
 
     while work < work_stop:
-        # 2. The head. Its ranks are multiples of 8, which the compiler is to know.
+        # 2. The head, and its blocks that begin in the stretch. Its ranks are multiples of 8, which
+        # the compiler is to know.
         line = table_ptr + i * 8
         h = tl.load(line)
         d_qk = tl.load(line + 1) // 8 * 8
@@ -3963,16 +4015,16 @@ def _merge_ragged_kernel(
     lse_ptr,  # [parts, G] fp32
     table_ptr,  # [Hkv, 8] int32: RaggedHead
     pos_ptr,  # [B] int32
-    out_ptr,  # [B, G * sum of d_v]
+    out_ptr,  # [B, G * sum of d_v] of q's dtype: heads in the model's order
     B,
     programs,  # of _attend_ragged_kernel
-    work_a_block,
-    most_work,
+    work_a_block,  # of one block of each head
+    most_work,  # of a block of the widest head
     k_numbers,  # the sum of d_qk
     out_width,  # G * sum of d_v
-    G: tl.constexpr,
-    DV: tl.constexpr,
-    BP: tl.constexpr,
+    G: tl.constexpr,  # queries of a KV head
+    DV: tl.constexpr,  # numbers of a part: the largest d_v
+    BP: tl.constexpr,  # rows of the batch, padded
     N: tl.constexpr,  # parts at a time
     C: tl.constexpr,  # channels of a program
 ):
@@ -3984,7 +4036,8 @@ def _merge_ragged_kernel(
     d = tl.program_id(2) * C + tl.arange(0, C)
     i = unit // B
     row = unit % B
-    # 1. The programs whose stretches have blocks of this row and head.
+    # 1. The programs whose stretches have blocks of this row and head: from that of its first block
+    # to that of its last.
     row_number = tl.arange(0, BP)
     _, row_end = _row_blocks(pos_ptr, B, BP)
     n_blocks = tl.max(row_end)
@@ -4019,9 +4072,9 @@ def _merge_ragged_kernel(
 
 
 class RaggedConfig(NamedTuple):
-    """How a launch is cut."""
+    """How a launch is cut into tiles and programs."""
 
-    numbers: int  # of keys in a tile
+    numbers: int  # of keys in a tile, and as many of values
     stages: int  # tiles in flight
     programs_a_sm: int
 
@@ -4055,7 +4108,8 @@ def launch_attend_ragged(
     balanced: bool = True,
 ) -> Tensor:
     """attend_ragged with a kernel. ranks: d_qk of each head, then d_v of each, multiples of 8;
-    table: their ragged_table of the same `balanced`."""
+    table: their ragged_table of the same `balanced`. pos [B] int32 must be below S.
+    A row of no tokens, pos -1, leaves the others right; its own result means nothing."""
     B, Hq, DQ = q.shape
     Hkv = len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
@@ -4072,13 +4126,23 @@ def launch_attend_ragged(
         table=(table, torch.int32, Hkv, 8),
         pos=(pos, torch.int32, B),
     )
+    check_positions(pos, S)
     heads = ragged_heads(ranks, balanced)
+    if table.device.type == "cpu":  # else the launch would have to wait for the GPU
+        need(
+            table.tolist() == [list(head) for head in heads],
+            f"the table is not that of ranks {ranks} with balanced={balanced}",
+        )
     work_a_block = sum(head.work for head in heads)
     most_work = max(head.work for head in heads)
     blocks = B * cdiv(S, RAGGED_BLOCK)
-    need(blocks * work_a_block < 2**31, f"{B} rows of {S} tokens are too many for one launch")
     config = ragged_config(q.dtype)
     programs = min(config.programs_a_sm * SMS, blocks * Hkv)
+    # The line is counted in int32, up to the end of the last program's stretch.
+    need(
+        (blocks + programs) * work_a_block < 2**31,
+        f"{B} rows of {S} tokens are too many for one launch",
+    )
     parts = programs + B * Hkv
     out_of_part = torch.empty(parts, G, DV, dtype=torch.float32, device=q.device)
     lse_of_part = torch.empty(parts, G, dtype=torch.float32, device=q.device)
@@ -4098,7 +4162,7 @@ def launch_attend_ragged(
         most_work=most_work,
         scale=scale * LOG2E,
         G=G,
-        GP=power2(G, 16),
+        GP=power2(G, 16),  # tensor cores take 16 rows at least
         DV=DV,
         BP=power2(B, 2),
         HP=power2(Hkv, 2),
@@ -4124,7 +4188,7 @@ def launch_attend_ragged(
         G=G,
         DV=DV,
         BP=power2(B, 2),
-        N=64,
+        N=64,  # of 32 numbers: 16 a thread of 4 warps
         C=channels,
         num_warps=4,
         **overlapped(q.device),
@@ -4162,6 +4226,8 @@ def attend_ragged(
 
 
 # -------------------------------------------------------------------------- rows out of host memory
+# `fetch_rows` copies selected tokens that have no slot on the GPU yet out of host memory, which the
+# GPU reads itself. It needs nothing but the header.
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -4190,27 +4256,27 @@ def fetch_rows_reference(
 
 @jit
 def _fetch_kernel(
-    rows_p,  # [B, Hkv, S, W]
-    index_p,  # [B, Hkv, n] int64
-    place_p,  # [B, Hkv, n] int64
-    miss_p,  # [B, Hkv, n] bool
-    hot_p,  # [B, Hkv, slots, W]
+    rows_ptr,  # [B, Hkv, S, W] of any dtype, perhaps in host memory
+    index_ptr,  # [B, Hkv, n] int64
+    place_ptr,  # [B, Hkv, n] int64
+    miss_ptr,  # [B, Hkv, n] bool
+    hot_ptr,  # [B, Hkv, slots, W] of rows' dtype
     S,
-    n,
+    n,  # entries of index, place and miss
     slots,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
+    W: tl.constexpr,  # numbers of a row
+    ROWS: tl.constexpr,  # entries of a program
 ):
-    """hot[place] = rows[index] where miss."""
+    """hot[place] = rows[index] where miss. Overlaps with no other kernel."""
     head = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    miss = tl.load(miss_p + head * n + entry, mask=entry < n, other=0)
-    index = tl.load(index_p + head * n + entry, mask=miss, other=0)
-    place = tl.load(place_p + head * n + entry, mask=miss, other=0)
+    miss = tl.load(miss_ptr + head * n + entry, mask=entry < n, other=0)
+    index = tl.load(index_ptr + head * n + entry, mask=miss, other=0)
+    place = tl.load(place_ptr + head * n + entry, mask=miss, other=0)
     d = tl.arange(0, _padded(W))[None, :]
     mask = miss[:, None] & (d < W)  # masked lanes read nothing over the bus
-    row = tl.load(rows_p + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
-    tl.store(hot_p + (head * slots + place)[:, None] * W + d, row, mask=mask)
+    row = tl.load(rows_ptr + (head * S + index)[:, None] * W + d, mask=mask, other=0.0)
+    tl.store(hot_ptr + (head * slots + place)[:, None] * W + d, row, mask=mask)
 
 
 @operator(_no_result, mutates=("hot",))
@@ -4232,11 +4298,11 @@ def launch_fetch_rows(
         return
     rows_of_program = 16  # enough that a program has many loads from the bus in flight
     _fetch_kernel[B * Hkv, cdiv(n, rows_of_program)](
-        rows_p=rows,
-        index_p=index,
-        place_p=place,
-        miss_p=miss,
-        hot_p=hot,
+        rows_ptr=rows,
+        index_ptr=index,
+        place_ptr=place,
+        miss_ptr=miss,
+        hot_ptr=hot,
         S=S,
         n=n,
         slots=slots,

@@ -4799,6 +4799,14 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
     check_attend(torch.float16, form, tokens, *sizes, n=130, r=57)
 
 
+@pytest.mark.parametrize("r", [228, 300])
+@poisoned
+def test_kernel_attend_latents_of_many_4_bit_dims(r):
+    """In two products with a basis that stays, and step by step with one that does not fit."""
+    sizes = 2, 70, 2, 1, 32, 32, 2, 5, (69, 40)
+    check_attend(torch.float16, "joint mixed latents", "row", *sizes, r=r)
+
+
 RISES = [(-3, 3), (3, -3), (-40, -40)]
 
 
@@ -4842,14 +4850,15 @@ LOGITS_SIZES = [  # B, S, Hkv, G, DV, pos
 @pytest.mark.parametrize("B, S, Hkv, G, DV, pos", LOGITS_SIZES)
 @poisoned
 def test_kernel_attend_logits(dtype, B, S, Hkv, G, DV, pos):
-    """A row whose pos lies beyond S attends all S."""
+    """Logits whose rows lie apart. A row whose pos lies beyond S attends all S."""
     pos = positions(*pos)
     later = torch.arange(S, device=DEVICE) > pos[:, None]
-    logits = 3 * randn(B, G, Hkv, S + 5).transpose(1, 2)[..., :S]
+    logits = 3 * randn(B, Hkv, G, S)
     v = randn(B, S, Hkv, DV, dtype=dtype).transpose(1, 2)
     weights = logits.masked_fill(later[:, None, None], -torch.inf).softmax(-1)
     truth = (weights @ v.float()).flatten(1, 2)
-    logits = logits.masked_fill(later[:, None, None], NAN)
+    apart = torch.full((B, G, Hkv, S + 5), NAN, device=DEVICE).transpose(1, 2)[..., :S]
+    logits = apart.copy_(logits.masked_fill(later[:, None, None], NAN))
     v = poison(v, later[:, None].expand(-1, Hkv, -1))
     close(kernels.attend_logits(logits, v, pos, kernel=True), truth, dtype)
 
@@ -4883,12 +4892,13 @@ def test_kernel_attend_logits_of_an_index_beside_exact_tokens(dtype, G, sizes):
         (3, 40, 8, 1024, 768, (39, 15, 0), True),
         (1, 500, 8, 256, 192, (497,), False),
         (1, 500, 4, 24, 16, (497,), False),
+        (2, 40, 4, 24, 16, (70, 31), False),
     ],
 )
 @poisoned
 def test_kernel_attend_shared_latent(monkeypatch, dtype, B, S, Hq, W, DV, pos, wide):
-    """In one kernel, whose programs have several tiles; and latents too wide for it, by their
-    logits."""
+    """In one kernel, whose programs have several tiles, where a row whose pos lies beyond S attends
+    all S; and latents too wide for it, by their logits."""
     monkeypatch.setattr(kernels, "attend_splits", lambda *_, **__: 1 if S == 500 else 3)
     calls = []
     launch_scores = kernels.launch_scores
@@ -4919,6 +4929,8 @@ RAGGED_SIZES = [  # d_qk of each head, then d_v; B, S, G, pos
     ([256, 16, 16, 200], 3, 75, 4, (3, 74, 40)),
     ([88, 112, 24, 72], 1, 33, 3, (31,)),
     ([16, 24], 1, 8400, 1, (8399,)),  # more parts than a merge takes at once
+    ([8, 8], 1, 33, 1, (0,)),  # more programs than blocks
+    ([8, 256, 256, 8], 3, 40, 2, (39, -1, 17)),  # a row of no tokens
 ]
 
 
@@ -4945,7 +4957,8 @@ def test_kernel_attend_ragged(monkeypatch, dtype, balanced, sms, sizes):
     packed = torch.cat([poison(part, later).flatten() for part in parts])
     table = kernels.ragged_table(ranks, DEVICE, balanced)
     out = kernels.launch_attend_ragged(q.flatten(1, 2), packed, table, ranks, pos, 0.2, balanced)
-    close(out, torch.cat(truth, 1), dtype)
+    has_tokens = pos >= 0
+    close(out[has_tokens], torch.cat(truth, 1)[has_tokens], dtype)
 
 
 def test_kernel_attend_ragged_gives_programs_equal_bytes():
@@ -5559,7 +5572,33 @@ REFUSED = [  # operation or form of keys, arguments and their changes, the messa
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
+    ("append", {"rest": lambda x: x[..., :0]}, "needs trailing dims"),
+    ("channels", {"k": lambda x: x[:, :, :48].contiguous()}, "48 tokens are not whole groups"),
+    ("joint latents", {"bits": instead(16)}, "values of 16 bits have no scale"),
+    ("block_scores", {"run": instead(0)}, "a run has one token at least"),
+    (
+        "block_scores",
+        {
+            "queries": lambda _: torch.zeros(2, 4, 2, 1, 4, 8, dtype=torch.int8)[:, ::2],
+            "query_scale": lambda _: randn(2, 2, 4),
+            "vectors": lambda _: torch.zeros(2, 1, 20, 8, dtype=torch.int8),
+        },
+        "queries in codes must be contiguous",
+    ),
 ]
+if DEVICE == "cpu":  # what a launch would have to read from a GPU
+    REFUSED += [
+        ("append", {"pos": lambda pos: pos + 50}, "do not fit in 50 tokens"),
+        ("scores", {"pos": lambda pos: pos + 10}, "do not fit in 10 tokens"),
+        ("block_scores", {"pos": lambda pos: pos + 20}, "do not fit in 20 tokens"),
+        ("attend_ragged", {"pos": lambda pos: pos + 20}, "do not fit in 20 tokens"),
+        ("attend_ragged", {"balanced": instead(False)}, "the table is not that of ranks"),
+        (
+            "attend_ragged",
+            {"table": lambda _: kernels.ragged_table([16, 24], DEVICE)},
+            "the table is not that of ranks",
+        ),
+    ]
 
 
 def operation_of(name: str) -> Callable:
