@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import calibrate
+import kernels
 from calibrate import add_command, save_csv, text_ids, writable_file, writable_folder
 from compress import load_artifact, replacing_file, settings_from
 from extras.evaluate import (
@@ -986,6 +987,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     plot.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
 
     add_fit_table(commands)
+    add_ragged(commands)
     return parser.parse_args(argv)
 
 
@@ -1062,6 +1064,73 @@ def add_fit_table(commands: argparse._SubParsersAction) -> None:
     p.option("--method", str, methods, "methods, with their default settings", nargs="+")
     sizes = [24.0, 48.0, 80.0, 141.0]
     p.option("--gigabytes", float, sizes, "memory of a GPU", nargs="+")
+
+
+# -------------------------------------------------------------------------- heads of unequal rank
+
+# Ranks of the eight KV heads of an 8B model, d_qk and d_v alike: as much for all heads together,
+# but in `one`, where a wide head stands among narrow ones.
+SPREADS = {
+    "uniform": [64, 64, 64, 64, 64, 64, 64, 64],
+    "mild": [48, 56, 56, 64, 64, 72, 72, 80],
+    "wide": [16, 24, 32, 48, 64, 88, 112, 128],
+    "two": [16, 16, 16, 16, 112, 112, 112, 112],
+    "one": [32, 32, 32, 32, 32, 32, 32, 128],
+}
+
+
+def ragged_us(
+    d_ranks: list[int], batch: int, length: int, balanced: bool, device: torch.device
+) -> float:
+    """Microseconds in which kernels.launch_attend_ragged attends `length` tokens of each row, for
+    four query heads a KV head."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ranks = [*d_ranks, *d_ranks]  # of keys, then of values
+    Hq = 4 * len(d_ranks)
+    packed = torch.randn(batch * length * sum(ranks), device=device).to(dtype)
+    q = torch.randn(batch, Hq, max(ranks), device=device).to(dtype)
+    pos = torch.full((batch,), length - 1, dtype=torch.int32, device=device)
+    table = kernels.ragged_table(ranks, device, balanced)
+    call = partial(kernels.launch_attend_ragged, q, packed, table, ranks, pos, 128**-0.5, balanced)
+    return ColdTimer(q).us(call)
+
+
+def run_ragged(args: argparse.Namespace) -> None:
+    """Time FDC's attention over heads of unequal rank: with the work divided by bytes, and by heads
+    (the paper's /KE).
+
+    A line has the batch, the tokens of a row, how the ranks spread, and the numbers of a token (K
+    and V); then microseconds: balanced_us, by_heads_us, and by_bytes_us, which the same bytes take
+    where all ranks are equal. The shape is that of Llama-3.1-8B: 32 query and 8 KV heads."""
+    device = torch.device(args.device)
+    table = []
+    for batch in args.batch:
+        for length in args.lengths:
+            uniform_us = None
+            for spread, d_ranks in SPREADS.items():
+                balanced_us = ragged_us(d_ranks, batch, length, True, device)
+                uniform_us = uniform_us or balanced_us
+                line = {
+                    "batch": batch,
+                    "length": length,
+                    "spread": spread,
+                    "numbers": 2 * sum(d_ranks),
+                    "balanced_us": balanced_us,
+                    "by_heads_us": ragged_us(d_ranks, batch, length, False, device),
+                    "by_bytes_us": uniform_us * sum(d_ranks) / sum(SPREADS["uniform"]),
+                }
+                table.append(line)
+                print_line(line)
+                if args.csv:
+                    save_csv(args.csv, list(line), table)
+
+
+def add_ragged(commands: argparse._SubParsersAction) -> None:
+    ragged = add_command(commands, "ragged", run_ragged)
+    add_table_options(ragged)
+    ragged.option("--batch", whole(1), [1, 8], "rows of a batch", nargs="+", metavar="N")
+    lengths = "tokens of a row"
+    ragged.option("--lengths", whole(1), [8192, 32768], lengths, nargs="+", metavar="N")
 
 
 if __name__ == "__main__":

@@ -4182,6 +4182,31 @@ def test_a_command_of_the_readme_has_options_that_there_are(command, tmp_path, m
     importlib.import_module(name).parse_args(argv)
 
 
+def test_ragged_times_every_spread_of_ranks(cli, monkeypatch, tmp_path):
+    """Of few tokens and heads. What bytes alone would take follows from the uniform spread."""
+    monkeypatch.setattr(kernels, "SMS", 1)
+    spreads = {"uniform": [16, 16], "one": [8, 40]}
+    monkeypatch.setattr(bench, "SPREADS", spreads)
+    asked = []
+
+    def us(d_ranks, batch, length, balanced, device):
+        asked.append((d_ranks, batch, length, balanced))
+        return 10.0 * len(asked)
+
+    line = f"bench ragged --device cpu --batch 2 --lengths 33 --csv {tmp_path}/ragged.csv"
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "ragged_us", us)
+        assert cli(line)[0] == 0
+    with open(tmp_path / "ragged.csv") as file:
+        uniform, one = csv.DictReader(file)
+    assert asked[::2] == [(spreads["uniform"], 2, 33, True), (spreads["one"], 2, 33, True)]
+    assert [call[3] for call in asked] == [True, False, True, False]
+    assert float(uniform["by_bytes_us"]) == float(uniform["balanced_us"]) == 10
+    assert (float(one["balanced_us"]), float(one["by_heads_us"])) == (30, 40)
+    assert float(one["by_bytes_us"]) == 10 * 48 / 32 and int(one["numbers"]) == 96
+    assert bench.ragged_us([8, 16], 1, 17, True, torch.device("cpu")) != 0  # it runs
+
+
 def test_the_readmes_table_is_what_fit_table_prints(cli):
     """But for the names of models and methods."""
     assert cli("bench fit_table --model llama-3.1-8b qwen2.5-7b --gigabytes 24 141")[0] == 0
