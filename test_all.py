@@ -4154,11 +4154,13 @@ def close(out, truth, dtype):
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
+    """Normal numbers on the device, the same for the same shape and seed."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def positions(*pos):
+    """Positions of rows, as kernels take them: [B] int32."""
     return torch.tensor(pos, dtype=torch.int32, device=DEVICE)
 
 
@@ -4166,7 +4168,8 @@ def positions(*pos):
 def poisoned_memory(monkeypatch):
     """What wrappers allocate is NaN (or -7), to show a forgotten element; a strip behind stays as
     it was."""
-    strips, empty = [], torch.empty
+    strips = []
+    empty = torch.empty
 
     def poisoned(*sizes, dtype, device):
         poison = NAN if dtype.is_floating_point else -7
@@ -4175,15 +4178,15 @@ def poisoned_memory(monkeypatch):
         strips.append(memory[count:])
         return memory[:count].view(sizes)
 
+    def poisoned_like(x):
+        return poisoned(*x.shape, dtype=x.dtype, device=x.device)
+
     monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x: poisoned(*x.shape, dtype=x.dtype, device=x.device)
-    )
+    monkeypatch.setattr(torch, "empty_like", poisoned_like)
     yield
     for strip in strips:
-        assert (strip.isnan() if strip.dtype.is_floating_point else strip == -7).all(), (
-            "written past the end"
-        )
+        is_poison = strip.isnan() if strip.dtype.is_floating_point else strip == -7
+        assert is_poison.all(), "written past the end"
 
 
 poisoned = pytest.mark.usefixtures("poisoned_memory")
@@ -4200,30 +4203,49 @@ def without_hopper(monkeypatch):
 
 # ---- codes of a token, queries of blocks, scores
 
-APPENDED = [(2, 2, 64, 20, 10, 50, 2), (3, 1, 32, 16, 8, 40, 4), (2, 3, 96, 33, 7, 9, 4)]
+APPENDED = [  # B, Hkv, D, int8 dims and bytes of 4-bit dims of a latent, S, bits of values
+    (2, 2, 64, 20, 10, 50, 2),
+    (3, 1, 32, 16, 8, 40, 4),
+    (2, 3, 96, 33, 7, 9, 4),
+]
 
 
-def appended(B, Hkv, D, lead, width, S, bits, dtype):
-    """Arguments of append: latents and values side by side, as wqkv gives them, and poisoned
-    stores."""
-    latent, v = randn(B, lead + 2 * width + Hkv * D, dtype=dtype).split(
-        (lead + 2 * width, Hkv * D), 1
+def appended(B, Hkv, D, int8_dims, n_bytes, S, bits, dtype):
+    """Arguments of append: latents and values side by side, as wqkv gives them, and stores full of
+    77."""
+    r = int8_dims + 2 * n_bytes
+    latent, v = randn(B, r + Hkv * D, dtype=dtype).split((r, Hkv * D), 1)
+    pos = positions(*[S - 1, 0, S // 2][:B])
+
+    def store(*shape, dtype):
+        return torch.full((B, *shape), 77, dtype=dtype, device=DEVICE)
+
+    return (
+        latent,
+        v.unflatten(1, (Hkv, D)),
+        pos,
+        store(1, S, int8_dims, dtype=torch.int8),
+        store(1, S, dtype=torch.float32),
+        store(1, S, n_bytes, dtype=torch.uint8),
+        store(S, Hkv, D * bits // 8, dtype=torch.uint8),
+        store(S, Hkv, dtype=torch.float16),
     )
-    shapes = [((1, S, lead), torch.int8), ((1, S), torch.float32), ((1, S, width), torch.uint8)]
-    shapes += [((S, Hkv, D * bits // 8), torch.uint8), ((S, Hkv), torch.float16)]
-    stores = [torch.full((B, *shape), 77, dtype=kind, device=DEVICE) for shape, kind in shapes]
-    return latent, v.unflatten(1, (Hkv, D)), positions(*[S - 1, 0, S // 2][:B]), *stores
 
 
 def check_append(dtype, sizes):
     """Codes and scales of the token at pos; all others stay as they are."""
-    latent, v, pos, *stores = given = appended(*sizes, dtype)
-    codes = *kernels.quantize_mixed(latent, sizes[3]), *kernels.quantize_spread(v, sizes[-1])
-    each, truth = torch.arange(len(v), device=DEVICE), [x.clone() for x in stores]
-    for store, x in zip((*(t[:, 0] for t in truth[:3]), *truth[3:]), codes, strict=True):
-        store[each, pos.long()] = x
+    given = appended(*sizes, dtype)
+    latent, v, pos, *stores = given
+    expected = [store.clone() for store in stores]
+    of_latent = kernels.quantize_mixed(latent, sizes[3])
+    of_values = kernels.quantize_spread(v, sizes[-1])
+    row = torch.arange(len(v), device=DEVICE)
+    for store, codes in zip(expected[:3], of_latent, strict=True):
+        store[row, 0, pos.long()] = codes
+    for store, codes in zip(expected[3:], of_values, strict=True):
+        store[row, pos.long()] = codes
     kernels.launch_append(*given)
-    for got, want in zip(stores, truth, strict=True):  # GPUs may round a half otherwise
+    for got, want in zip(stores, expected, strict=True):  # GPUs may round a half otherwise
         same = torch.isclose(got.float(), want.float(), rtol=1e-3).float().mean()
         assert same >= (1 if DEVICE == "cpu" else 0.995)
 
@@ -4239,15 +4261,12 @@ PLACED = [(2, 5, 2, 3, 64, 20), (3, 1, 4, 1, 24, 33), (1, 70, 2, 4, 128, 128)]
 
 
 def placed_queries(B, n, Hkv, G, D, r, dtype):
-    """Arguments of block_queries."""
-    angle, basis = 6 * randn(n, D // 2, seed=1), randn(Hkv * D, r, seed=2, dtype=dtype)
-    return (
-        randn(B, Hkv * G, D, dtype=dtype),
-        angle.cos(),
-        angle.sin(),
-        basis,
-        randn(Hkv * D, seed=3),
-    )
+    """Arguments of block_queries: q, cos and sin of each block, the basis, the mean key."""
+    q = randn(B, Hkv * G, D, dtype=dtype)
+    angle = 6 * randn(n, D // 2, seed=1)
+    basis = randn(Hkv * D, r, seed=2, dtype=dtype)
+    mean = randn(Hkv * D, seed=3)
+    return q, angle.cos(), angle.sin(), basis, mean
 
 
 def check_block_queries(dtype, sizes):
@@ -4256,10 +4275,14 @@ def check_block_queries(dtype, sizes):
     queries, _, offset = kernels.block_queries_reference(*given)
     for coded in (False, True):
         got, scale, got_offset = kernels.launch_block_queries(*given, coded)
-        assert got.dtype == (torch.int8 if coded else dtype) and got_offset.dtype == torch.float32
-        assert scale.numel() == coded * offset.numel()
-        decoded = (got[0] * 254.0 + got[1]) * scale[..., None] if coded else got
-        assert error(decoded, queries) < max(TOLERANCE[dtype], 1e-4 * coded)
+        assert got_offset.dtype == torch.float32
+        if coded:
+            assert got.dtype == torch.int8 and scale.numel() == offset.numel()
+            decoded = (got[0] * 254.0 + got[1]) * scale[..., None]
+            assert error(decoded, queries) < max(TOLERANCE[dtype], 1e-4)
+        else:
+            assert got.dtype == dtype and scale.numel() == 0
+            close(got, queries, dtype)
         close(got_offset, offset, torch.float32)
 
 
@@ -4473,14 +4496,16 @@ def test_kernel_select_chunks_keep_enough_of_every_row():
     lengths = (4096, 4097, 8192, 8193, 30000, 131072, 1 << 20)
     for S, y in itertools.product(lengths, (1, 16, 432, 1968, 4096, 16384, 32768)):
         plan = kernels.select_chunks(S, min(y, S))
-        if plan:
-            chunks, N, least, most = plan
-            assert chunks * N >= S and chunks * least >= min(y, S) and least <= most < N
-            assert max(N, chunks * most) <= 32768 and all(
-                n & (n - 1) == 0 for n in (chunks, N, most)
-            )
-        else:
+        if plan is None:
             assert S <= 4096 or y > min(S // 16, 16384)
+            continue
+        chunks, tokens, least, most = plan
+        assert chunks * tokens >= S
+        assert chunks * least >= min(y, S)
+        assert least <= most < tokens
+        assert max(tokens, chunks * most) <= 32768
+        for n in (chunks, tokens, most):
+            assert n & (n - 1) == 0, "no power of two"
 
 
 def test_tiles_a_program_fill_its_last_wave():
@@ -4496,9 +4521,18 @@ def test_tiles_a_program_fill_its_last_wave():
 @pytest.mark.parametrize("wanted", [None, 3])
 def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypatch):
     """In several passes over the row the kernel would take longer."""
-    calls, launch = [], kernels.launch_select
-    monkeypatch.setattr(kernels, "launch_select", lambda *x: calls.append(x) or launch(*x))
-    scores, pos, wanted = randn(1, S), positions(S - 1), wanted and positions(wanted)
+    calls = []
+    launch = kernels.launch_select
+
+    def counted(*given):
+        calls.append(given)
+        return launch(*given)
+
+    monkeypatch.setattr(kernels, "launch_select", counted)
+    scores = randn(1, S)
+    pos = positions(S - 1)
+    if wanted is not None:
+        wanted = positions(wanted)
     index = kernels.select(scores, pos, (4, y, 16), wanted, kernel=True)
     assert bool(calls) == (not to_topk)
     truth = kernels.select_reference(scores, pos, 4, y, 16, wanted)
@@ -4509,7 +4543,10 @@ def test_kernel_select_leaves_long_rows_to_topk(S, y, to_topk, wanted, monkeypat
 @pytest.mark.parametrize("kind, most", [("normal", 24), ("offset", 16), ("ties", 32), ("huge", 32)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_kernel_select_guesses_inside_its_bracket_and_soon_ends(kind, most, sign, monkeypatch):
-    guesses, steps, S = kernels._guesses, [], 1000
+    """The search narrows a bracket lo, hi: guesses lie inside it, and are soon enough."""
+    S = 1000
+    steps = []
+    guesses = kernels._guesses
 
     def counted(lo, hi, *counts):
         left, right = guesses(lo, hi, *counts)
@@ -4529,15 +4566,22 @@ def check_select(kind, S, x, y, z, pos, shares=None):
     pos = positions(*pos)
     scores = SCORES[kind](randn(len(pos), S))
     scores[torch.arange(S, device=DEVICE) > pos[:, None]] = NAN
-    wanted = shares and positions(*(int(share * y) for share in shares))
+    wanted = None
+    if shares is not None:
+        wanted = positions(*[int(share * y) for share in shares])
     out = kernels.launch_select(scores, pos, x, y, z, wanted)
     truth = kernels.select_reference(scores, pos, x, y, z, wanted)
     for b in range(len(pos)):
-        got, want = (index[b][index[b] >= 0].long() for index in (out, truth))
-        assert (out[b] >= -1).all() and len(got) == len(got.unique()) == len(want)
-        assert (got <= pos[b] - z).all() and torch.equal(out[b, :x], truth[b, :x])
-        got, want = (scores[b, index].sort().values for index in (got, want))
-        assert torch.allclose(got, want, rtol=0, atol=0, equal_nan=True)  # a sink's may be NaN
+        got = out[b][out[b] >= 0].long()
+        want = truth[b][truth[b] >= 0].long()
+        assert (out[b] >= -1).all()
+        assert len(got) == len(got.unique()) == len(want)
+        assert (got <= pos[b] - z).all()
+        assert torch.equal(out[b, :x], truth[b, :x])  # the sinks
+        # Of equal scores any may be chosen, so the scores are compared. A sink's may be NaN.
+        got_scores = scores[b, got].sort().values
+        want_scores = scores[b, want].sort().values
+        assert torch.allclose(got_scores, want_scores, rtol=0, atol=0, equal_nan=True)
     if DEVICE == "cuda":  # the interpreter has no order of programs
         assert torch.equal(out, kernels.launch_select(scores, pos, x, y, z, wanted))
 
@@ -4614,13 +4658,13 @@ def stored_values(form, dtype, read, DV, bits):
         v = v.transpose(1, 2).contiguous()
     if bits == 16:
         parts, truth = [v], v.float()
-    elif form == "plain" or "mixed" not in form and "latents" in form or form == "channels":
+    elif "mixed" in form:
+        codes, scale, truth = spread(v, bits)
+        parts = [codes, scale]
+    else:
         group = min(32, DV)
         parts = [*quantize(v, bits, group)]
         truth = compress.dequantize(*parts, bits, group, dtype).float()
-    else:
-        codes, scale, truth = spread(v, bits)
-        parts = [codes, scale]
     if form != "channels":
         parts = [x.transpose(1, 2) for x in parts]
         truth = truth.transpose(1, 2)
@@ -4985,96 +5029,138 @@ def test_kernel_attend_ragged_pads_ranks_by_less_than_half():
 # ---- copied into another project
 
 
+COPIED_FILES = ["kernels.py", "model.py", "compress.py"]
+
+
+class Definition(NamedTuple):
+    """A function, class or constant of one of COPIED_FILES."""
+
+    file: str
+    node: ast.stmt
+
+
 @functools.cache
-def definitions() -> dict[str, tuple[str, ast.stmt]]:
-    """What three files define, by name: the file, and the node; in order."""
+def statements(file: str) -> list[ast.stmt]:
+    """The statements of a file at its top level."""
+    return ast.parse((ROOT / file).read_text()).body
+
+
+@functools.cache
+def definitions() -> dict[str, Definition]:
+    """What COPIED_FILES define, by name, in their order."""
     found = {}
-    for file in ("kernels.py", "model.py", "compress.py"):
-        for node in ast.parse((ROOT / file).read_text()).body:
-            names = (
-                [node.name]
-                if hasattr(node, "name")
-                else map(ast.unparse, getattr(node, "targets", ()))
-            )
-            found |= dict.fromkeys(names, (file, node))
+    for file in COPIED_FILES:
+        for node in statements(file):
+            if hasattr(node, "name"):
+                names = [node.name]
+            else:
+                names = [ast.unparse(target) for target in getattr(node, "targets", [])]
+            for name in names:
+                found[name] = Definition(file, node)
     return found
+
+
+def names_used(node: ast.stmt) -> list[str]:
+    """The names that a definition uses and does not make itself; kernels.x counts as x."""
+    own = set()
+    used = []
+    for part in ast.walk(node):
+        if isinstance(part, ast.arg):
+            own.add(part.arg)
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            own.add(part.id)
+        elif isinstance(part, ast.Name):
+            used.append(part.id)
+        elif isinstance(part, ast.Attribute):
+            if ast.unparse(part.value) in ("kernels", "model_file"):
+                used.append(part.attr)
+    return [name for name in used if name not in own]
 
 
 def to_copy(name: str) -> list[str]:
     """The names of what a function needs of these files, and itself, in an order that Python can
     run."""
-    known, needed = definitions(), [name]
-    for each in needed:  # it grows
-        parts = [*ast.walk(known[each][1])]
-        names = [part for part in parts if isinstance(part, ast.Name)]
-        own = {part.id for part in names if isinstance(part.ctx, ast.Store)}
-        own |= {part.arg for part in parts if isinstance(part, ast.arg)}
-        used = [part.id for part in names if part.id not in own]
-        of_modules = (part for part in parts if isinstance(part, ast.Attribute))
-        used += [
-            part.attr for part in of_modules if ast.unparse(part.value) in ("kernels", "model_file")
-        ]
-        needed += dict.fromkeys(x for x in used if x in known and x not in needed)
+    known = definitions()
+    needed = {name}
+    unread = [name]
+    while unread:
+        for used in names_used(known[unread.pop()].node):
+            if used in known and used not in needed:
+                needed.add(used)
+                unread.append(used)
     return [each for each in known if each in needed]
 
 
 def listed(name: str) -> str:
     """What README shows of to_copy: a paragraph a file."""
-    files = itertools.groupby(to_copy(name), lambda each: definitions()[each][0])
-    return "\n".join(textwrap.fill(f"{file}: {', '.join(names)}", 110) for file, names in files)
+    names_of_file = {}
+    for each in to_copy(name):
+        names_of_file.setdefault(definitions()[each].file, []).append(each)
+    paragraphs = []
+    for file, names in names_of_file.items():
+        paragraphs.append(textwrap.fill(f"{file}: {', '.join(names)}", 110))
+    return "\n".join(paragraphs)
 
 
 def copied(name: str, folder: Path):
     """A module in a folder of its own, with nothing else of this project: that, and the files'
     imports."""
-    files = dict.fromkeys(file for file, _ in definitions().values())
-    lines = [
-        ast.unparse(node)
-        for file in files
-        for node in ast.parse((ROOT / file).read_text()).body
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)
-    ]
-    lines = [
-        line
-        for line in dict.fromkeys(lines)
-        if not re.match(r"(from|import) (kernels|model)\b", line)
-    ]
-    lines += dict.fromkeys(ast.unparse(definitions()[each][1]) for each in to_copy(name))
-    (folder / "copied.py").write_text("\n".join(lines).replace("kv_kernels", f"kv_copied_{name}"))
+    lines = []
+    for file in COPIED_FILES:
+        for node in statements(file):
+            is_import = isinstance(node, ast.Import | ast.ImportFrom | ast.Try)
+            line = ast.unparse(node)
+            is_ours = re.match(r"(from|import) (kernels|model)\b", line)
+            if is_import and not is_ours and line not in lines:
+                lines.append(line)
+    for each in to_copy(name):
+        line = ast.unparse(definitions()[each].node)
+        if line not in lines:  # a statement may define several names
+            lines.append(line)
+    text = "\n".join(lines).replace("kv_kernels", f"kv_copied_{name}")
+    (folder / "copied.py").write_text(text)
     spec = importlib.util.spec_from_file_location("copied", folder / "copied.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
+
+
+def outputs_of_sals_step(source, n: int) -> torch.Tensor:
+    """What sals_step_ours of a module gives for n tokens of one row, from none on."""
+    q, k, v = stream(n)
+    cos, sin = rope_tables(tiny_config(), n, CPU)
+    each_token = source.Rotations(1, cos, sin)
+    basis = orthonormal(64)[:, :40]
+    int8_dims, scale, int4_dims = kernels.quantize_mixed(torch.zeros(0, 40), 16)
+    v_codes, v_scale = kernels.quantize_spread(v[:0], 4)
+    stored = source.SalsStoredOurs(int8_dims, scale, int4_dims, v_codes, v_scale, k[:0], v[:0])
+    outputs = []
+    for i in range(n):
+        out, _, stored = source.sals_step_ours(
+            q[i],
+            k[i],
+            v[i],
+            stored,
+            maps=source.SalsMaps(basis, basis, torch.zeros(64)),
+            r_score=16,
+            bits=4,
+            budget=source.Budget(n_sinks=2, n_selected=10, n_recent=4),
+            rope=lambda x, at: source.apply_rope(x, cos[at], sin[at]),
+            blocks=each_token,
+            mean_blocks=each_token,
+        )
+        outputs.append(out)
+    return torch.stack(outputs)
 
 
 def test_the_step_of_sals_runs_where_nothing_else_of_this_project_is(tmp_path):
     """From no tokens on, on plain tensors. README lists what is copied."""
-    readme = (ROOT / "README.md").read_text()
-    assert listed("sals_step_ours") in readme
-    q, k, v = stream(40)
-    cos, sin = (table[:40] for table in rope_tables(tiny_config(), 40, CPU))
-    int8_dims, scale, int4_dims = kernels.quantize_mixed(torch.zeros(0, 40), 16)
-    v_codes, v_scale = kernels.quantize_spread(v[:0], 4)
-    module = copied("sals_step_ours", tmp_path)
-    found = []
-    for source in (compress, module):
-        each_token = source.Rotations(1, cos, sin)
-        how = {
-            "maps": source.SalsMaps(
-                orthonormal(64)[:, :40], orthonormal(64)[:, :40], torch.zeros(64)
-            ),
-            "r_score": 16,
-            "bits": 4,
-            "budget": source.Budget(n_sinks=2, n_selected=10, n_recent=4),
-            "rope": lambda x, at: source.apply_rope(x, cos[at], sin[at]),  # noqa: B023
-            "blocks": each_token,
-            "mean_blocks": each_token,
-        }
-        stored = source.SalsStoredOurs(int8_dims, scale, int4_dims, v_codes, v_scale, k[:0], v[:0])
-        for i in range(40):
-            out, _, stored = source.sals_step_ours(q[i], k[i], v[i], stored, **how)
-            found.append(out)
-    assert torch.equal(torch.stack(found[40:]), torch.stack(found[:40])) and out.isfinite().all()
-    assert error(found[40], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
+    assert listed("sals_step_ours") in (ROOT / "README.md").read_text()
+    expected = outputs_of_sals_step(compress, 40)
+    outputs = outputs_of_sals_step(copied("sals_step_ours", tmp_path), 40)
+    assert torch.equal(outputs, expected) and outputs.isfinite().all()
+    _, _, v = stream(40)
+    assert error(outputs[0], v[0].repeat_interleave(2, 0)) < 0.2  # one token: its own value
 
 
 def check_operation(name, launch):
@@ -7475,7 +7561,7 @@ def test_the_readmes_own_method_runs(sparq, cli):
 @pytest.fixture
 def top_alone(tmp_path):
     """A copy of the tree without extras."""
-    for file in ROOT.glob("*.py"):
+    for file in [*ROOT.glob("*.py"), ROOT / "README.md"]:
         shutil.copy(file, tmp_path)
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     return tmp_path
