@@ -1974,7 +1974,60 @@ class CodedRebuiltKeys(RebuiltKeys):
 # ---- the caches of both variants
 
 
-class SalsCache(Cache):
+class LatentCache(Cache):
+    """What the caches of both variants have in common.
+
+    Each has a `budget`, is sparse or not, and has four kinds of tokens: `latents` and `values` of
+    all, `keys` rebuilt from the latents, and `exact` ones. It says how it makes a `latent`, scores
+    tokens and decodes."""
+
+    budget: Budget
+    is_sparse: bool
+    latents: TokenStore
+    values: TokenStore
+
+    def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
+        """The latents [n, r] of k [n, Hkv, D] before RoPE; projected: as wqkv made them, if it
+        did."""
+        raise NotImplementedError
+
+    def scored_bytes(self) -> int:
+        """Bytes that scoring reads of each token."""
+        raise NotImplementedError
+
+    def prefill(
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
+    ) -> Tensor:
+        latent = self.latent(k, *projected)
+        q = self.rope_from(q, start)
+        k = self.rope_from(k, start)
+        past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
+        self.latents.write_prompt(row, start, latent[:, None])
+        self.values.write_prompt(row, start, v)
+        self.exact[0].write_prompt(row, start, k)
+        self.exact[1].write_prompt(row, start, v)
+        return causal_attention(q, past_and_new_k, past_and_new_v)
+
+    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
+        """The sinks, then the best tokens before the recent ones: an index [B, 1, 1, x + y]."""
+        return kernels.select(scores, pos, self.budget, kernel=self.kernel)
+
+    def bytes_read(self, length: int) -> int:
+        """Of a sparse layer as in the paper (sec. 4.5), with the true size of values: what scores
+        read of every token, then every attended token once. What a step itself computes, such as
+        the queries of blocks, does not count."""
+        n_sinks, n_selected, n_recent = self.budget
+        recent = min(n_recent, length)
+        exact_bytes = sum(store.token_bytes for store in self.exact)
+        if not self.is_sparse:
+            return (length - recent) * self.token_bytes() + recent * exact_bytes
+        chosen = min(n_sinks + n_selected, length - recent)
+        sinks = min(n_sinks, chosen)
+        selected_bytes = (chosen - sinks) * self.token_bytes()
+        return length * self.scored_bytes() + selected_bytes + (sinks + recent) * exact_bytes
+
+
+class SalsCache(LatentCache):
     """Our step for a batch. Of every token a latent of its keys before RoPE, and its values, both
     in codes; of sinks and recent tokens exact keys and values, too.
 
@@ -2022,19 +2075,6 @@ class SalsCache(Cache):
             return projected[0]
         return k.flatten(1) @ self.down - self.mean_latent  # (k - mean) down
 
-    def prefill(
-        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
-    ) -> Tensor:
-        latent = self.latent(k, *projected)
-        q = self.rope_from(q, start)
-        k = self.rope_from(k, start)
-        past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
-        self.latents.write_prompt(row, start, latent[:, None])
-        self.values.write_prompt(row, start, v)
-        self.exact[0].write_prompt(row, start, k)
-        self.exact[1].write_prompt(row, start, v)
-        return causal_attention(q, past_and_new_k, past_and_new_v)
-
     def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
         """A score of every token [B, 1, 1, S], the sum over heads of their attention weights
         (ours), from the r* leading dims of latents.
@@ -2069,10 +2109,6 @@ class SalsCache(Cache):
         )
         return scores.unsqueeze(2)
 
-    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
-        """The sinks, then the best tokens before the recent ones: an index [B, 1, 1, x + y]."""
-        return kernels.select(scores, pos, self.budget, kernel=self.kernel)
-
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         # Write.
         q_rotated = self.rope(q, pos)
@@ -2098,11 +2134,8 @@ class SalsCache(Cache):
             kernel=self.kernel,
         )
 
-    def bytes_read(self, length: int) -> int:
-        if not self.is_sparse:
-            return bytes_read_of_all(self, length)
-        scored = self.r_score * self.latents.vectors.itemsize + self.latents.scale.itemsize
-        return bytes_read_of_sparse(self, length, scored)
+    def scored_bytes(self) -> int:
+        return self.r_score * self.latents.vectors.itemsize + self.latents.scale.itemsize
 
 
 class SumScoreSalsCache(SalsCache):
@@ -2126,7 +2159,7 @@ class SumScoreSalsCache(SalsCache):
         )
 
 
-class PaperSalsCache(Cache):
+class PaperSalsCache(LatentCache):
     """The published step for a batch: of every token a latent of its keys before RoPE, in 16 bits,
     and its values in codes of groups. The x first and z last tokens are exact, too (ours; see
     `sals_step`)."""
@@ -2159,19 +2192,6 @@ class PaperSalsCache(Cache):
             return projected[0]
         return k.flatten(1) @ self.U
 
-    def prefill(
-        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor
-    ) -> Tensor:
-        latent = self.latent(k, *projected)
-        q = self.rope_from(q, start)
-        k = self.rope_from(k, start)
-        past_and_new_k, past_and_new_v = self.past_and_new(row, start, k, v)
-        self.latents.write_prompt(row, start, latent[:, None])
-        self.values.write_prompt(row, start, v)
-        self.exact[0].write_prompt(row, start, k)
-        self.exact[1].write_prompt(row, start, v)
-        return causal_attention(q, past_and_new_k, past_and_new_v)
-
     def score(self, pos: Tensor, q: Tensor, *projected: Tensor) -> Tensor:
         """A score of every token [B, 1, 1, S]: the sum of all heads' logits, without RoPE (sec.
         4.3).
@@ -2184,10 +2204,6 @@ class PaperSalsCache(Cache):
         return kernels.scores(
             query, self.latents.vectors, None, pos, self.scale, "each", kernel=self.kernel
         )
-
-    def select(self, pos: Tensor, scores: Tensor) -> Tensor:
-        """The sinks, then the best tokens before the recent ones: an index [B, 1, 1, x + y]."""
-        return kernels.select(scores, pos, self.budget, kernel=self.kernel)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
         # Write.
@@ -2215,30 +2231,8 @@ class PaperSalsCache(Cache):
             kernel=self.kernel,
         )
 
-    def bytes_read(self, length: int) -> int:
-        if not self.is_sparse:
-            return bytes_read_of_all(self, length)
-        return bytes_read_of_sparse(self, length, self.r_score * self.latents.vectors.itemsize)
-
-
-def bytes_read_of_all(cache: SalsCache | PaperSalsCache, length: int) -> int:
-    """Bytes that a step reads which attends all: exact tokens, and what the others have."""
-    recent = min(cache.budget.n_recent, length)
-    exact_bytes = sum(store.token_bytes for store in cache.exact)
-    return (length - recent) * cache.token_bytes() + recent * exact_bytes
-
-
-def bytes_read_of_sparse(cache: SalsCache | PaperSalsCache, length: int, scored: int) -> int:
-    """Bytes that a step reads in a sparse layer (paper, sec. 4.5, with the true size of values):
-    `scored` bytes of every token, then every attended token once. What a step itself computes, such
-    as the queries of blocks, does not count."""
-    n_sinks, n_selected, n_recent = cache.budget
-    recent = min(n_recent, length)
-    chosen = min(n_sinks + n_selected, length - recent)
-    sinks = min(n_sinks, chosen)
-    exact_bytes = sum(store.token_bytes for store in cache.exact)
-    selected_bytes = (chosen - sinks) * cache.token_bytes()
-    return length * scored + selected_bytes + (sinks + recent) * exact_bytes
+    def scored_bytes(self) -> int:
+        return self.r_score * self.latents.vectors.itemsize
 
 
 def sals_caches(

@@ -4789,6 +4789,59 @@ def test_kernel_attend_channels(dtype, sizes):
     check_attend(dtype, "channels", "all", *sizes)
 
 
+def test_kernel_attend_latents_does_as_its_reference():
+    """Latents of all heads, a basis and a bias, without codes."""
+    B, S, Hkv, G, D, r = 2, 70, 2, 3, 32, 24
+    dtype = DTYPES[0]
+    q = randn(B, Hkv * G, D, dtype=dtype)
+    latent = randn(B, 1, S, r, seed=1, dtype=dtype)
+    basis = r**-0.5 * randn(Hkv, D, r, seed=2, dtype=dtype)
+    bias = randn(Hkv, D, seed=3)
+    v = randn(B, Hkv, S, D, seed=4, dtype=dtype)
+    cos, sin = rope_tables(tiny_config(head_dim=D), S, torch.device(DEVICE))
+    pos = positions(69, 20)
+    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    truth = kernels.attend_latents_reference(
+        q.float(), latent.float(), basis.float(), bias, v.float(), cos, sin, live, D**-0.5
+    )
+    out = kernels.launch_attend_latents(
+        q,
+        latent.expand(B, Hkv, S, r),
+        None,
+        None,
+        kernels.interleave_rope(basis.flatten(0, 1), Hkv),
+        None,
+        kernels.interleave_rope(bias.flatten()[:, None], Hkv),
+        kernels.rope_pairs(cos, sin, dtype),
+        v,
+        None,
+        16,
+        pos,
+        None,
+        [],
+        D**-0.5,
+    )
+    close(out, truth, dtype)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kernel_attend_channels_does_as_its_reference(bits):
+    """Whole groups of 32 tokens, and no exact ones."""
+    B, S, Hkv, G, D = 2, 96, 2, 3, 32
+    dtype = DTYPES[0]
+    q = randn(B, Hkv * G, D, dtype=dtype)
+    k_codes, k_scale = quantize(randn(B, Hkv, S, D, seed=1, dtype=dtype), bits, 32, -2)
+    v_codes, v_scale = quantize(randn(B, Hkv, S, D, seed=2, dtype=dtype), bits, 32)
+    v = compress.dequantize(v_codes, v_scale, bits, 32, torch.float32)
+    pos = positions(95, 40)
+    live = torch.arange(S, device=DEVICE) <= pos[:, None]
+    truth = kernels.attend_channels_reference(q.float(), k_codes, k_scale, v, live, D**-0.5)
+    out = kernels.launch_attend_channels(
+        q, k_codes, k_scale, v_codes, v_scale, bits, pos, [], D**-0.5
+    )
+    close(out, truth, dtype)
+
+
 @pytest.mark.parametrize("tokens", ["all", "KV head"])
 def test_kernel_attend_plain_reads_e4m3(tokens):
     """Numbers in e4m3 with a scale of each head, against their decoded numbers."""
