@@ -1933,9 +1933,11 @@ def merge_splits(parts: Splits, q: Tensor) -> Tensor:
     # As many splits at once as registers hold: 64 of at most 128 numbers, in two warps, where there
     # are many; else up to 16, in one.
     if splits > 16 and D <= 128:
-        splits_at_once, warps = 64, 2
+        splits_at_once = 64
+        warps = 2
     else:
-        splits_at_once, warps = min(16, power2(splits)), 1
+        splits_at_once = min(16, power2(splits))
+        warps = 1
     _merge_kernel[B * Hq,](
         m_ptr=parts.m,
         l_ptr=parts.l,
@@ -2073,6 +2075,26 @@ def _store_split(
     out_at = out_ptr + at[None, :] * DV + channel[:, None]
     mask = has_channel[:, None] & (g < G)[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class TileConfig(NamedTuple):
+    """How a launch that attends is cut. Measured on an H200; fp32 is for tests."""
+
+    tokens: int  # of a tile
+    warps: int
+    stages: int  # tiles in flight
+    programs_a_sm: int  # that hide the memory's latency on a multiprocessor
+
+
+def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> TileConfig:
+    """Of plain values, DV numbers each. Keys and values of 64 tokens and 128 dims in 16 bits are 32
+    KB a tile. Three in flight need large shared memory (is_large: has_large_shared_memory), else
+    there are two, of 32 tokens if values are wider or numbers are in fp32."""
+    if dtype == torch.float32:
+        return TileConfig(32, warps=4, stages=2, programs_a_sm=4)
+    if is_large:
+        return TileConfig(64, warps=4, stages=3, programs_a_sm=4)
+    return TileConfig(64 if DV <= 128 else 32, warps=4, stages=2, programs_a_sm=4)
 
 
 def has_large_shared_memory(device: torch.device) -> bool:
@@ -2451,9 +2473,8 @@ def launch_attend_plain(
     exact_k, exact_v = exact or (None, None)
     programs = max(Hkv, chosen.sets)
     G = Hq // programs
-    T, stages = plain_config(q.dtype, DV, has_large_shared_memory(q.device))
-    # Four programs a multiprocessor hide the memory's latency.
-    splits = attend_splits(chosen.n, B * programs, 4)
+    config = plain_config(q.dtype, DV, has_large_shared_memory(q.device))
+    splits = attend_splits(chosen.n, B * programs, config.programs_a_sm)
     parts = empty_splits(q, splits, DV)
     _attend_plain_kernel[splits, programs, B](
         q_ptr=q,
@@ -2480,9 +2501,9 @@ def launch_attend_plain(
         GP=power2(G, 16),  # tensor cores take 16 queries faster than 8
         D=D,
         DV=DV,
-        T=T,
-        STAGES=stages,
-        num_warps=4,
+        T=config.tokens,
+        STAGES=config.stages,
+        num_warps=config.warps,
         **overlapped(q.device),
     )
     return merge_splits(parts, q)
@@ -2492,17 +2513,6 @@ def has_e4m3(device: torch.device) -> bool:
     """Whether kernels read e4m3 on this device: from compute capability 8.9 on, and in the
     interpreter."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> tuple[int, int]:
-    """(tokens a tile, tiles in flight). Keys and values of 64 tokens and 128 dims in 16 bits are 32
-    KB a tile. Three in flight need large shared memory (is_large: has_large_shared_memory), else
-    there are two, of 32 tokens if values are wider or numbers are in fp32."""
-    if dtype == torch.float32:
-        return 32, 2
-    if is_large:
-        return 64, 3
-    return 64 if DV <= 128 else 32, 2
 
 
 def attend_plain(
@@ -2859,22 +2869,24 @@ def latents_config(
     # memory beside latents that are no codes, else 32 KB. Otherwise each tile loads it again, in
     # lines of 128 bytes.
     held_bytes = 512 if is_large and N4 == 0 else 256
-    if power2(R, 32) * itemsize <= held_bytes:
-        RB, held = power2(R8, 32), True
+    held = power2(R, 32) * itemsize <= held_bytes
+    if held:
+        RB = power2(R8, 32)
+    elif N4:
+        RB = max(128 // itemsize, 64)  # a byte holds two dims, and an int8 product takes 32
     else:
-        RB, held = 128 // itemsize, False
-        if N4:
-            RB = max(RB, 64)  # a byte holds two dims, and an int8 product takes 32
+        RB = 128 // itemsize
     # A first product takes the largest power of two of bytes, or all if these are few. A product
     # takes 32 at least, as tensor cores want them of int8.
     wide = power2(N4, 32) if N4 < 64 else power2(N4 + 1) // 2
     narrow = power2(N4 - wide, 32) if N4 > wide else 0
-    T, warps, stages = 64, 4, 2
+    T = 64
+    stages = 2
     if itemsize == 4:  # numbers are twice as large as those of 16 bits
         T = 32
     elif is_large and not (plain_v and DV >= 128):  # these leave no room for a third
         stages = 3
-    return LatentsConfig(RB, held, wide, narrow, T, warps, stages)
+    return LatentsConfig(RB, held, wide, narrow, T, warps=4, STAGES=stages)
 
 
 # Another function that does what launch_attend_latents does, which it asks first; it returns None
@@ -3273,8 +3285,8 @@ def launch_attend_channels(
         if out is not None:
             return out
     G = Hq // Hkv
-    T, warps, stages, programs_a_sm = channels_config(q.dtype)
-    splits = attend_splits(S, B * Hkv, programs_a_sm)
+    config = channels_config(q.dtype)
+    splits = attend_splits(S, B * Hkv, config.programs_a_sm)
     parts = empty_splits(q, splits, values.D)
     _attend_channels_kernel[splits, Hkv, B](
         q_ptr=q,
@@ -3299,20 +3311,19 @@ def launch_attend_channels(
         DV=values.D,
         KEYS=keys,
         VALUES=values,
-        T=T,
-        STAGES=stages,
-        num_warps=warps,
+        T=config.tokens,
+        STAGES=config.stages,
+        num_warps=config.warps,
         **overlapped(q.device),
     )
     return merge_splits(parts, q)
 
 
-def channels_config(dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(tokens a tile, warps, tiles in flight, programs a multiprocessor). One warp decodes a group
-    without waiting for others; eight such programs hide the memory's latency. fp32 is for tests."""
+def channels_config(dtype: torch.dtype) -> TileConfig:
+    """One warp decodes a group without waiting for others."""
     if dtype == torch.float32:
-        return 32, 4, 2, 4
-    return 32, 1, 3, 8
+        return TileConfig(32, warps=4, stages=2, programs_a_sm=4)
+    return TileConfig(32, warps=1, stages=3, programs_a_sm=8)
 
 
 # ------------------------------------------------ attention: latents that all heads share (EliteKV)
@@ -3684,17 +3695,12 @@ def launch_attend_logits(
     need(logits.shape[3] >= chosen.n, f"{logits.shape[3]} logits are no {chosen.n} tokens'")
     z = check_exact(exact, q, Hkv, DV)
     exact_k, exact_v = exact or (None, None)
-    if q.element_size() == 4:  # for tests
-        T, warps, stages, programs_a_sm = 32, 4, 2, 4
-    elif bits < 16:
+    config = plain_config(q.dtype, DV, has_large_shared_memory(q.device))
+    if bits < 16 and q.element_size() == 2:
         # Values in codes are few bytes: more programs, of two warps where one query needs no
         # tensor cores.
-        T, warps, stages, programs_a_sm = 64, 4 if G > 1 else 2, 2, 6
-    elif has_large_shared_memory(q.device):  # as plain_config has it, and the next one, too
-        T, warps, stages, programs_a_sm = 64, 4, 3, 4
-    else:
-        T, warps, stages, programs_a_sm = 64 if DV <= 128 else 32, 4, 2, 4
-    splits = attend_splits(chosen.n, B * Hkv, programs_a_sm)
+        config = TileConfig(64, warps=4 if G > 1 else 2, stages=2, programs_a_sm=6)
+    splits = attend_splits(chosen.n, B * Hkv, config.programs_a_sm)
     parts = empty_splits(q, splits, DV)
     _attend_logits_kernel[splits, Hkv, B](
         q_ptr=q,
@@ -3719,9 +3725,9 @@ def launch_attend_logits(
         D=D,
         DV=DV,
         PACKING=packing,
-        T=T,
-        STAGES=stages,
-        num_warps=warps,
+        T=config.tokens,
+        STAGES=config.stages,
+        num_warps=config.warps,
         **overlapped(q.device),
     )
     return merge_splits(parts, q)

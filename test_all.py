@@ -4888,8 +4888,9 @@ def test_kernel_attend_tiles(monkeypatch, form, tokens, sizes):
         return config._replace(RB=RB, HELD=is_held, T=tile, STAGES=2)
 
     monkeypatch.setattr(kernels, "latents_config", small_config)
-    monkeypatch.setattr(kernels, "plain_config", lambda *_: (tile, 2))
-    monkeypatch.setattr(kernels, "channels_config", lambda *_: (tile, 4, 2, 1))
+    tiles = kernels.TileConfig(tile, warps=4, stages=2, programs_a_sm=1)
+    monkeypatch.setattr(kernels, "plain_config", lambda *_: tiles)
+    monkeypatch.setattr(kernels, "channels_config", lambda *_: tiles)
     monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
     bits = 16 if form == "plain" else 4
     sizes = (2, 310, Hkv, 2, D, D, bits, 100, (309, 120))
