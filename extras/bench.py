@@ -754,12 +754,15 @@ def quality_points(rows: list[dict]) -> Iterator[Point]:
     """Of an evaluation: retrieval as a part of dense's, and KL, against both costs."""
     dense = {row["method"]: row for row in rows}["dense"]
     tasks = []  # columns in which dense finds something
+    kls = []  # columns of KLs, without those of their standard errors ("kl NAME ±")
     for column in dense:
         if column.startswith(tuple(TASKS)) and float(dense[column] or 0) > 0:
             tasks.append(column)
+        if column.startswith("kl ") and not column.endswith("±"):
+            kls.append(column)
     for row in rows:
         shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
-        losses = [float(row[column]) for column in row if column.startswith("kl ") and row[column]]
+        losses = [float(row[column]) for column in kls if row[column]]
         line = method_of(row)
         for cost in COSTS:
             if shares:

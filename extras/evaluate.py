@@ -711,7 +711,8 @@ def perplexity_row(
     references: dict[str, Tensor],
     progress: ProgressLine,
 ) -> dict:
-    """A row's part: bytes, and "ppl NAME" and "kl NAME" of each text, with standard errors.
+    """A row's part: bytes, and "ppl NAME" and "kl NAME" of each text, with standard errors over
+    its windows. "kl NAME ±" is a column of its own, since a KL says little without its error.
 
     references: of each text those of the dense model, which the first candidate adds. A method that
     selects says what it attends, too, in the mean of all texts (Watched.NAMES). With --generate it
@@ -732,8 +733,9 @@ def perplexity_row(
         row.update(ledger(engine, capacity))
         row[f"ppl {name}"] = perplexity
         row[f"kl {name}"] = kl.mean().item()
+        row[f"kl {name} ±"] = standard_error(kl)
         row["errors"][f"ppl {name}"] = perplexity * standard_error(loss)
-        row["errors"][f"kl {name}"] = standard_error(kl)
+        row["errors"][f"kl {name}"] = row[f"kl {name} ±"]
         if args.generate:
             row.update(drift(figures))
 

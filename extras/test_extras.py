@@ -1200,6 +1200,28 @@ def test_eval_prints_dense_first_and_json(cli, tmp_path):
     assert dense["uuid 200"] == 0  # of a model with random weights
 
 
+def test_a_kl_has_its_standard_error_over_windows_in_the_table(cli, tmp_path, monkeypatch):
+    """And dense's has 0. A picture takes the KLs alone."""
+    kls = torch.tensor([0.1, 0.4, 0.1, 0.6], dtype=torch.float64)  # of four windows
+    scored = evaluate.eval_perplexity
+
+    def with_known_kls(engine, prompts, tokens, reference, progress):
+        figures, made = scored(engine, prompts, tokens, reference, progress)
+        if reference is not None:
+            figures[1] = kls
+        return figures, made
+
+    monkeypatch.setattr(evaluate, "eval_perplexity", with_known_kls)
+    line = "evaluate --method kivi --samples 0 --perplexity_rows 4 --prefix 40 --continuation 4"
+    assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
+    dense, kivi = rows = list(csv.DictReader((tmp_path / "t.csv").open(encoding="utf-8")))
+    assert float(dense["kl python ±"]) == 0
+    assert float(kivi["kl python"]) == pytest.approx(0.3)
+    assert float(kivi["kl python ±"]) == pytest.approx(math.sqrt(0.18 / 3) / 2)
+    drawn = {point.y for point in bench.points(rows, "t") if point.ylabel.startswith("KL")}
+    assert drawn == {float(kivi["kl python"])}
+
+
 def test_the_ledger_counts_host_memory():
     engine = make_engine(tiny_model(), "lrqk", 2, 60, **test_all.LRQK)
     assert evaluate.ledger(engine, 50)["host/token"] == 4 * 512
