@@ -729,10 +729,11 @@ LIKE_FOR_LIKE_ROWS = [  # the SALS paper's settings
     Row("sals sum 12.5 %", M7B, 8, 4096, SALS_SUM),
     Row("sals paper 12.5 %", M7B, 8, 4096, SALS_PAPER),
 ]
-MISS_ROWS = [
+MISS_ROWS = [  # the more queries have in common, the fewer tokens miss, as in a text
     Row("lrqk repeat 0.5", M8B, 1, 65536, LRQK, repeat=0.5),
-    Row("lrqk repeat 0.8", M8B, 1, 65536, LRQK, repeat=0.8),
+    Row("lrqk repeat 0.9", M8B, 1, 65536, LRQK, repeat=0.9),
     Row("lrqk repeat 0.95", M8B, 1, 65536, LRQK, repeat=0.95),
+    Row("lrqk repeat 0.99", M8B, 1, 65536, LRQK, repeat=0.99),
 ]
 CAPACITY_ROWS = capacity_rows(
     [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
