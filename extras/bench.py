@@ -2,6 +2,7 @@
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
+    python -m extras.bench book --out docs --part steps shapes
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv
     python -m extras.bench plot docs/eval-nano.csv docs/drift-nano.csv --out docs
@@ -15,10 +16,13 @@ import argparse
 import csv
 import dataclasses
 import gc
+import math
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -45,9 +49,10 @@ from extras.evaluate import (
     retrieval_scores,
     row_options,
 )
-from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, whole
+from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, number_in, whole
 from model import (
     SHAPES,
+    Llama,
     ModelConfig,
     UserError,
     empty_model,
@@ -67,6 +72,7 @@ class Row(NamedTuple):
     sequences: int  # 0: as many as fit
     tokens: int  # of each sequence
     options: str = "--method dense"
+    repeat: float = 0.0  # of the energy of queries: the share that all steps have in common
 
     @classmethod
     def parse(cls, text: str) -> "Row":
@@ -84,6 +90,13 @@ class Row(NamedTuple):
         except ValueError:
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
+    def text(self) -> str:
+        """What `parse` reads, and the option of run_step for queries that repeat."""
+        text = f"{self.label}|{self.shape}|{self.sequences or 'max'}|{self.tokens}|{self.options}"
+        if self.repeat:
+            text += f" --repeat {self.repeat}"
+        return text
+
     def size(self) -> tuple[str, int, int]:
         """What rows must share to be compared."""
         return self.shape, self.sequences, self.tokens
@@ -97,16 +110,18 @@ def given_rows(args: argparse.Namespace) -> list[Row]:
     return [Row.parse(text) for text in texts]
 
 
-def throughput_rows(args: argparse.Namespace) -> list[Row]:
-    """A row for each of --model, --lengths and --method, dense first."""
+def capacity_rows(
+    shapes: list[str], lengths: list[int], methods: list[str], weights: str | None = None
+) -> list[Row]:
+    """Rows of as many sequences as fit: one for each shape, length and method, dense first."""
     rows = []
-    methods = list(dict.fromkeys(["dense", *args.method]))  # each once
-    for shape in args.model:
-        for n_tokens in args.lengths:
+    methods = list(dict.fromkeys(["dense", *methods]))  # each once
+    for shape in shapes:
+        for n_tokens in lengths:
             for method in methods:
                 options = f"--method {method}"
-                if args.weights:
-                    options += f" --weights {args.weights}"
+                if weights:
+                    options += f" --weights {weights}"
                 rows.append(Row(method, shape, 0, n_tokens, options))
     return rows
 
@@ -139,22 +154,20 @@ def shape_named(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def filled_engine(
-    row: Row,
-    device: str,
-    share: float = 1.0,
-    more_options: tuple[str, ...] = (),
-    changes: dict | None = None,
-) -> Engine:
-    """An engine over random weights, whose caches hold random numbers in every place.
+def llm_of(
+    row: Row, device: str, more_options: tuple[str, ...] = (), changes: dict | None = None
+) -> LLM:
+    """Random weights of a row's shape, for its method.
 
-    share: of the free memory, for as many sequences as fit. more_options: of generate.py, after the
-    row's. changes: fields of the shape that have another value."""
-    config = shape_named(row.shape)
+    more_options: of generate.py, after the row's. changes: fields of the shape that have another
+    value."""
+    changes = dict(changes or {})
+    if row.repeat:
+        changes["qkv_bias"] = True
     line = f"--prompt {row.tokens} {row.options} --device {device}"
     args = generate.parse_args([*line.split(), *more_options])
     llm = LLM(
-        dataclasses.replace(config, **(changes or {})),
+        dataclasses.replace(shape_named(row.shape), **changes),
         args.method,
         max_seq_length=row.tokens + ROOM,
         device=device,
@@ -164,23 +177,63 @@ def filled_engine(
         use_kernels=args.kernels,
         **args.options,
     )
-    n_sequences = row.sequences or sequences_that_fit(llm, share)
-    engine = llm.build_engine(n_sequences)
+    if row.repeat:
+        share_queries(llm.model, row.repeat)
+    return llm
+
+
+def share_queries(model: Llama, share: float) -> None:
+    """Makes the queries of different tokens alike, as those of a text are: a random query, the same
+    for all tokens of a layer, is added as the bias of wqkv. It is this share of a query's energy.
+
+    A method that selects tokens then selects many of the same ones in each step."""
+    c = model.config
+    # A query of random weights (model.random_model) has this size, since what it is made of was
+    # normed.
+    query_std = 0.02 * math.sqrt(c.dim)
+    for layer in model.layers:
+        bias_of_q = layer.attention.wqkv.bias[: c.n_heads * c.head_dim]
+        bias_of_q.normal_(0, query_std * math.sqrt(share / (1 - share)))
+
+
+def filled_engine(
+    row: Row, device: str, more_options: tuple[str, ...] = (), changes: dict | None = None
+) -> Engine:
+    """An engine over random weights, whose caches hold random numbers in every place. The other
+    arguments are those of llm_of."""
+    llm = llm_of(row, device, more_options, changes)
+    engine = llm.build_engine(row.sequences or sequences_that_fit(llm))
     fill_caches(engine)
     engine.pos.fill_(row.tokens)
     return engine
 
 
-def sequences_that_fit(llm: LLM, share: float) -> int:
-    """How many sequences fit into a share of the memory that is free beside the weights."""
+def sequences_that_fit(llm: LLM, kept_free: float = 0) -> int:
+    """How many sequences fit into the memory that is free beside the weights, less so many bytes of
+    the device's."""
     artifact = load_artifact(llm.source, llm.method, llm.model)
     needs_of_one = generate.row_bytes(
         llm.model, llm.method, llm.settings, artifact, llm.max_seq_length
     )
+    device = llm.model.norm.weight.device.type
     fits = []
     for kind, needed in needs_of_one.items():
-        fits.append(free_bytes(kind) / max(1, needed))
-    return max(1, int(share * min(fits)))
+        free = free_bytes(kind)
+        if kind == device:
+            free -= kept_free
+        fits.append(free / max(1, needed))
+    return max(1, int(min(fits)))
+
+
+def reading_bytes(llm: LLM, n_tokens: int) -> int:
+    """Bytes of a GPU that reading a prompt takes beside the weights and the caches: activations,
+    and the keys and values of a layer before they are compressed."""
+    engine = llm.build_engine(1)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.prefill([[7] * n_tokens])  # any token
+    llm.engine = None
+    return torch.cuda.max_memory_allocated() - before
 
 
 def free_bytes(kind: str) -> float:
@@ -258,6 +311,7 @@ def step_figures(engine: Engine, row: Row) -> dict:
         "tokens_per_s": n_sequences / median_ms * 1000,
         "bytes": stored,
         "bytes_read": n_sequences * read_by_one,
+        "misses": generate.mean_miss_rate(engine.caches, n_sequences),
     }
 
 
@@ -266,26 +320,53 @@ def time_step(row: Row, device: str) -> list[dict]:
     return [step_figures(filled_engine(row, device), row)]
 
 
-def time_throughput(row: Row, device: str) -> list[dict]:
+# Of the sequences that fit by the caches' formula, the share that is tried: what a step computes
+# takes memory, too, and free memory may lie in pieces. A try takes about a minute on a GPU.
+TRIED_SHARES = (0.99, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.6)
+MADE = [1024, 4096]  # tokens that a request makes
+
+
+def time_throughput(row: Row, device: str, made: list[int]) -> list[dict]:
     """The line of run_throughput's table for a row. UserError where one sequence is too much."""
-    for share in (0.97, 0.9, 0.8, 0.6):  # what a step computes takes memory, too
+    most = most_sequences(row, device)
+    for n_sequences in dict.fromkeys(max(1, int(share * most)) for share in TRIED_SHARES):
+        free_unused_memory()
         # Unlike `except`, suppress does not hold the caches of a try that failed.
         with suppress(torch.OutOfMemoryError):
-            return [capacity_figures(row, device, share)]
-        free_unused_memory()
+            return [capacity_figures(row._replace(sequences=n_sequences), device, made)]
     raise UserError("not enough memory")
 
 
-def capacity_figures(row: Row, device: str, share: float) -> dict:
-    """step_figures with as many sequences as fit a share of the memory, and read_s."""
-    engine = filled_engine(row, device, share)
+def most_sequences(row: Row, device: str) -> int:
+    """How many sequences fit while the prompt of one is read.
+
+    What reading takes is measured. A prompt of 131072 tokens takes more than ten times as much as
+    one of 8192 tokens, so that no share of the memory suits both."""
+    llm = llm_of(row, device, ("--no-compile",))
+    kept_free = 0
+    if device == "cuda":  # of a CPU's memory the peak is not known
+        kept_free = reading_bytes(llm, row.tokens)
+    free_unused_memory()
+    return sequences_that_fit(llm, kept_free)
+
+
+def capacity_figures(row: Row, device: str, made: list[int]) -> dict:
+    """step_figures, read_s, and the rate of whole requests."""
+    engine = filled_engine(row, device)
     figures = step_figures(engine, row)
-    n_sequences = figures["batch"]
-    prompts = [[] for _ in range(n_sequences)]
+    prompts = [[] for _ in range(row.sequences)]
     prompts[0] = [7] * row.tokens  # any token
     times_us = times_of(lambda: engine.prefill(prompts), engine.pos.device, runs=1)
-    figures["read_s"] = times_us[0] / 1e6 * n_sequences
+    figures["read_s"] = times_us[0] / 1e6 * row.sequences
+    for n_made in made:
+        figures[f"request_rate_{n_made}"] = request_rate(figures, n_made)
     return figures
+
+
+def request_rate(figures: dict, n_made: int) -> float:
+    """Tokens a second of whole requests: all prompts are read, then n_made steps are made."""
+    seconds = figures["read_s"] + n_made * figures["ms"] / 1000
+    return figures["batch"] * n_made / seconds
 
 
 def free_unused_memory() -> None:
@@ -475,14 +556,21 @@ def run_step(args: argparse.Namespace) -> None:
       least, most     the least and the most of the five
       tokens_per_s    tokens a second, of all sequences
       bytes           of all caches, those in host memory included
-      bytes_read      that a step must read of the caches"""
-    run_rows(given_rows(args), time_step, args)
+      bytes_read      that a step must read of the caches
+      misses          of LRQK's selected tokens the part that was fetched from host memory
+
+    Of random weights nearly all selected tokens are fetched, since the queries of two steps have
+    nothing in common. With --repeat a part of them is the same in all steps, so that fewer are, as
+    in a text."""
+    rows = [row._replace(repeat=args.repeat) for row in given_rows(args)]
+    run_rows(rows, time_step, args)
 
 
 def run_throughput(args: argparse.Namespace) -> None:
     """Time a decode step with as many sequences as the memory holds beside the weights.
 
-    There is a row for each of --model, --lengths and --method, with dense before them.
+    There is a row for each of --model, --lengths and --method, with dense before them. What reading
+    a prompt takes of the memory is measured first, and left free.
 
     The columns:
       model, method   the shape, and the method
@@ -492,8 +580,14 @@ def run_throughput(args: argparse.Namespace) -> None:
       tokens_per_s    tokens a second, of all sequences
       bytes           of all caches, those in host memory included
       bytes_read      that a step must read of the caches
-      read_s          seconds to read the prompts of all sequences; one is read and timed"""
-    run_rows(throughput_rows(args), time_throughput, args)
+      misses          of LRQK's selected tokens the part that was fetched from host memory
+      read_s          seconds to read the prompts of all sequences; one is read and timed
+      request_rate_1024, request_rate_4096
+                      tokens a second of whole requests that make 1024 or 4096 tokens each (--made):
+                      batch * made / (read_s + made * ms / 1000). A step counts as over `length`
+                      tokens, though the sequences grow by those that are made"""
+    rows = capacity_rows(args.model, args.lengths, args.method, args.weights)
+    run_rows(rows, partial(time_throughput, made=args.made), args)
 
 
 def run_speed(args: argparse.Namespace) -> None:
@@ -526,32 +620,44 @@ def run_rows(
     measure: Callable[[Row, str], Iterable[dict]],
     args: argparse.Namespace,
 ) -> None:
-    """Prints the lines that `measure` has of each row, and writes them to --csv as they come.
-
-    A row that cannot be measured, most often for lack of memory, is named, and the others go on."""
+    """Prints the lines that `measure` has of each row, and writes them to --csv as they come."""
     rows = by_size(rows)
     table = []
     with ProgressLine("rows", len(rows)) as progress:
         for row in rows:
-            about = {
-                "model": row.shape,
-                "batch": row.sequences,
-                "length": row.tokens,
-                "method": row.label,
-            }
-            try:
-                for figures in measure(row, args.device):
-                    table.append(about | figures)
-                    progress.clear()
-                    print_line(table[-1])
-            except (UserError, RuntimeError) as error:
-                fault = f"{row.label}: no figures: {generate.in_command_line_words(error)}"
-                progress.clear()
-                print(fault.split("\n")[0], file=sys.stderr)
+            for line in measured_lines(row, measure, args.device, progress):
+                table.append(line)
             if args.csv and table:
                 save_csv(args.csv, list(table[0]), table)
-            free_unused_memory()
-            progress.tick()
+
+
+def measured_lines(
+    row: Row,
+    measure: Callable[[Row, str], Iterable[dict]],
+    device: str,
+    progress: ProgressLine,
+) -> Iterator[dict]:
+    """The lines that `measure` has of a row, which are printed, too.
+
+    A row that cannot be measured, most often for lack of memory, is named, and has none."""
+    about = {
+        "model": row.shape,
+        "batch": row.sequences,
+        "length": row.tokens,
+        "method": row.label,
+    }
+    try:
+        for figures in measure(row, device):
+            line = about | figures
+            progress.clear()
+            print_line(line)
+            yield line
+    except (UserError, RuntimeError) as error:
+        fault = f"{row.label}: no figures: {generate.in_command_line_words(error)}"
+        progress.clear()
+        print(fault.split("\n")[0], file=sys.stderr)
+    free_unused_memory()
+    progress.tick()
 
 
 def print_line(figures: dict) -> None:
@@ -560,8 +666,152 @@ def print_line(figures: dict) -> None:
     for name, figure in figures.items():
         if isinstance(figure, float):
             figure = f"{figure:.4g}"
-        parts.append(f"{name} {figure}")
+        if figure is not None:
+            parts.append(f"{name} {figure}")
     print("  ".join(parts), flush=True)
+
+
+# ------------------------------------------------------------------------- the tables of results.md
+
+
+class Part(NamedTuple):
+    """One of the tables, which is a file NAME.csv: how its rows are measured, and which they are.
+
+    A dense row of each size need not be among them (`by_size`)."""
+
+    measure: Callable[[Row, str], Iterable[dict]]
+    rows: list[Row]
+
+
+M8B = "llama-3.1-8b"
+M7B = "llama-2-7b"
+SALS = "--method sals"
+SALS_SUM = "--method sals --rank 0.125 --score sum --keep 0.125"
+SALS_PAPER = "--method sals --variant paper --rank 0.125 --bits 2 --keep 0.125"
+LOKI = "--method loki --k 0.125 --d 0.5"
+LRQK = "--method lrqk --k 2048"
+
+STEP_ROWS = [
+    Row("sals", M8B, 8, 32768, SALS),
+    Row("sals paper", M8B, 8, 32768, "--method sals --variant paper"),
+    Row("sals sum", M8B, 8, 32768, "--method sals --score sum"),
+    Row("loki", M8B, 8, 32768, LOKI),
+    Row("loki group", M8B, 8, 32768, f"{LOKI} --share group"),
+    Row("elitekv", M8B, 8, 32768, "--method elitekv"),
+    Row("fdc", M8B, 8, 32768, "--method fdc"),
+    Row("fdc by heads", M8B, 8, 32768, "--method fdc --no-balanced"),
+    Row("topk", M8B, 8, 32768, "--method topk --keep 4096"),
+    Row("kivi", M8B, 8, 32768, "--method kivi"),
+    Row("kivi 2 bits", M8B, 8, 32768, "--method kivi --bits 2"),
+    Row("quest", M8B, 8, 32768, "--method quest --keep 4096"),
+    Row("doublesparse", M8B, 8, 32768, "--method doublesparse --keep 4096"),
+    Row("h2o", M8B, 8, 32768, "--method h2o --keep 4096"),
+    Row("palu", M8B, 8, 32768, "--method palu"),
+    Row("fp8", M8B, 8, 32768, "--method fp8"),
+    Row("fp8 centre", M8B, 8, 32768, "--method fp8 --centre"),
+]
+SHAPE_ROWS = [
+    Row("sals", M8B, 1, 131072, SALS),
+    Row("sals", M8B, 8, 4096, SALS),
+    Row("sals", M8B, 8, 8192, SALS),
+    Row("sals", M8B, 8, 16384, SALS),
+    Row("sals", M8B, 64, 32768, SALS),
+    Row("sals", M7B, 8, 4096, SALS),
+    Row("sals", M7B, 4, 32768, f"{SALS} --critical 956"),
+    Row("loki", M7B, 4, 32768, LOKI),
+    Row("lrqk", M8B, 1, 65536, LRQK),
+]
+LIKE_FOR_LIKE_ROWS = [  # the SALS paper's settings
+    Row("sals sum 12.5 %", M8B, 8, 32768, SALS_SUM),
+    Row("sals paper 12.5 %", M8B, 8, 32768, SALS_PAPER),
+    Row("sals sum 12.5 %", M7B, 4, 32768, SALS_SUM),
+    Row("sals paper 12.5 %", M7B, 4, 32768, SALS_PAPER),
+    Row("sals sum 12.5 %", M7B, 8, 4096, SALS_SUM),
+    Row("sals paper 12.5 %", M7B, 8, 4096, SALS_PAPER),
+]
+MISS_ROWS = [  # the more queries have in common, the fewer tokens miss, as in a text
+    Row("lrqk repeat 0.5", M8B, 1, 65536, LRQK, repeat=0.5),
+    Row("lrqk repeat 0.9", M8B, 1, 65536, LRQK, repeat=0.9),
+    Row("lrqk repeat 0.95", M8B, 1, 65536, LRQK, repeat=0.95),
+    Row("lrqk repeat 0.99", M8B, 1, 65536, LRQK, repeat=0.99),
+]
+CAPACITY_ROWS = capacity_rows(
+    [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
+)
+CAPACITY_ROWS_INT8 = capacity_rows([M8B], [8192, 32768], ["sals"], weights="int8")
+
+time_capacity = partial(time_throughput, made=MADE)
+PARTS = {
+    "steps": Part(time_step, STEP_ROWS),
+    "shapes": Part(time_step, SHAPE_ROWS),
+    "likeforlike": Part(time_step, LIKE_FOR_LIKE_ROWS),
+    "misses": Part(time_step, MISS_ROWS),
+    "throughput": Part(time_capacity, CAPACITY_ROWS),
+    "throughput-int8": Part(time_capacity, CAPACITY_ROWS_INT8),
+}
+
+
+def run_book(args: argparse.Namespace) -> None:
+    """Measure the tables of docs/results.md that have steps and throughput, on this machine.
+
+    Each part is a list of rows in this file, and becomes a table NAME.csv in the folder of --out. A
+    row is written as soon as it is measured. One that the table has already is left out, unless
+    --again is given, so a run that ended early goes on where it was. A row that cannot be measured,
+    most often for lack of memory, is named, and the others go on. A table keeps no rows that are
+    not the part's.
+
+    The columns are those of step, or of throughput, and:
+      row             as step takes it; where it has changed, it is measured again
+      version         the commit of this repository, empty where git knows none
+      date            the day, in UTC
+      device          the GPU's name
+      torch, triton   their versions"""
+    for name in args.part:
+        measure_part(name, args)
+
+
+@torch.no_grad()
+def measure_part(name: str, args: argparse.Namespace) -> None:
+    """Measures the rows of a part that its table does not have."""
+    part = PARTS[name]
+    path = args.out / f"{name}.csv"
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = by_size(part.rows)
+    written = {}
+    if path.exists():
+        for line in csv.DictReader(generate.read_text(path).splitlines()):
+            written[line.get("row")] = line
+    line_of = {row: written.get(row.text()) for row in rows}
+    with ProgressLine(f"rows of {name}", len(rows)) as progress:
+        for row in rows:
+            if line_of[row] and not args.again:
+                progress.tick()
+                continue
+            for line in measured_lines(row, part.measure, args.device, progress):
+                line_of[row] = line | circumstances(row, args.device)
+                table = [measured for measured in line_of.values() if measured]
+                save_csv(path, list(line_of[row]), table)
+
+
+def circumstances(row: Row, device: str) -> dict[str, str]:
+    """The columns of run_book that say how a row was measured."""
+    return {
+        "row": row.text(),
+        "version": source_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": generate.device_name(torch.device(device)),
+        "torch": torch.__version__,
+        "triton": kernels.triton.__version__ if kernels.triton else "",
+    }
+
+
+def source_version() -> str:
+    """The commit of the repository of this file, or "" where git knows none."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    with suppress(OSError):  # there may be no git
+        folder = Path(__file__).parent
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 # ------------------------------------------------------------------------------------------ needles
@@ -882,7 +1132,7 @@ def draw_rates(axis, speeds: list[dict]) -> None:
             dense_rate = rate
             tokens = f"{int(row['length']):,} tokens a sequence"
             axis.text(0, y - 0.8, tokens, weight="bold")
-        painted = PAINTED[row["method"]]
+        painted = PAINTED.get(row["method"], Painted(row["method"], OTHERS.color))
         axis.barh(y, rate, color=painted.color)
         axis.text(rate, y, f" {rate:,.0f} ({rate / dense_rate:.2g} x)", va="center")
         ticks.append(y)
@@ -956,6 +1206,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     step = add_command(commands, "step", run_step)
     add_table_options(step)
     add_row_options(step)
+    repeat = "share of a query's energy that all steps have in common"
+    step.option("--repeat", number_in("[0, 1)"), 0.0, repeat, metavar="SHARE")
 
     throughput = add_command(commands, "throughput", run_throughput)
     add_table_options(throughput)
@@ -965,7 +1217,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     throughput.option("--lengths", whole(1), [8192, 32768], lengths, nargs="+", metavar="N")
     methods = "methods beside dense"
     throughput.option("--method", str, ["sals"], methods, nargs="+", metavar="METHOD")
+    made = "tokens that a whole request makes"
+    throughput.option("--made", whole(1), MADE, made, nargs="+", metavar="N")
     generate.add_weights_option(throughput)
+
+    book = add_command(commands, "book", run_book)
+    generate.add_device_option(book)
+    book.option("--out", writable_folder, "docs", "folder of the tables", metavar="FOLDER")
+    parts = "parts to measure"
+    book.option("--part", str, [*PARTS], parts, nargs="+", choices=[*PARTS], metavar="NAME")
+    book.flag("--again", "also measure what the tables have already")
 
     speed = add_command(commands, "speed", run_speed)
     add_table_options(speed)

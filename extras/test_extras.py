@@ -5,9 +5,11 @@ methods of extras/baselines.py.
 """
 
 import collections
+import contextlib
 import copy
 import csv
 import functools
+import gc
 import importlib.util
 import inspect
 import io
@@ -24,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -2077,6 +2080,7 @@ def test_the_chat_runs_from_a_shell(tmp_path):
 
 
 TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
+TINY_KIVI = bench.Row("kivi", "tiny", 2, 40, "--method kivi")
 
 
 def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
@@ -2115,13 +2119,16 @@ def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path,
     monkeypatch.setattr(bench, "measure_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(bench, "free_bytes", lambda kind: 1 << 21)
     monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
+    monkeypatch.setattr(bench, "PARTS", {"t": bench.Part(bench.time_step, [TINY_KIVI])})
     lines = {
         "step": TINY_ROW.format("4 bits", "kivi"),
         "throughput": " --model tiny --lengths 40 --method kivi",
+        "book": f" --out {tmp_path} --part t",
         "speed": TINY_ROW.format("4 bits", "kivi"),
         "needle": f" --checkpoint {NANO} --method dense --lengths 600 --depths 1 --samples 1",
         "plot": "",
     }
+    step_columns = set()  # which the tables of book have, too
     _, overview, _ = cli("bench --help")
     for command, line in lines.items():
         described = getattr(bench, f"run_{command}").__doc__
@@ -2130,10 +2137,13 @@ def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path,
         summary = described.split("\n")[0]
         assert summary.endswith(".") and summary[:-1] in " ".join(overview.split())
         if line:
-            assert cli(f"bench {command}{line} --csv {tmp_path}/t.csv")[0] == 0
+            table = "" if command == "book" else f" --csv {tmp_path}/t.csv"
+            assert cli(f"bench {command}{line}{table}")[0] == 0
             columns = next(csv.reader((tmp_path / "t.csv").open()))
-            named = out.split("The columns:")[1].split("options:")[0]
-            assert not {*columns} - {*re.findall(r"\w+", named)}, command
+            columns = {*columns} - {*(step_columns if command == "book" else [])}
+            named = re.split(r"The columns(?:.*, and)?:", out)[1].split("\noptions:")[0]
+            assert not columns - {*re.findall(r"\w+", named)}, command
+            step_columns = step_columns or columns
 
 
 def test_bandwidth_counts_what_a_copy_reads_and_writes(monkeypatch):
@@ -2144,26 +2154,186 @@ def test_bandwidth_counts_what_a_copy_reads_and_writes(monkeypatch):
 def test_throughput_takes_as_many_rows_as_fit(cli, tmp_path, monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
     monkeypatch.setattr(bench, "free_bytes", lambda kind: 1 << 21)
-    line = "bench throughput --model tiny --lengths 40 --method kivi lrqk"
+    line = "bench throughput --model tiny --lengths 40 --method kivi lrqk --made 10 20"
     assert cli(f"{line} --csv {tmp_path}/t.csv")[0] == 0
     dense, kivi, lrqk = csv.DictReader((tmp_path / "t.csv").open())
     a_row = 2 * 2 * 2 * 64 * 4 * (40 + bench.ROOM) // 2
     assert [row["method"] for row in (dense, kivi, lrqk)] == ["dense", "kivi", "lrqk"]
-    assert int(dense["batch"]) == int(0.97 * 2**21 / a_row) < int(kivi["batch"])
+    assert int(dense["batch"]) == int(0.99 * (2**21 // a_row)) < int(kivi["batch"])
     assert int(lrqk["batch"]) <= int(dense["batch"])  # on a CPU all that it keeps is one memory's
+    assert not dense["misses"] and lrqk["misses"] == "0.0"  # all 40 tokens are recent ones
     for row in (dense, kivi, lrqk):
-        rate = int(row["batch"]) / float(row["ms"]) * 1e3
-        assert float(row["tokens_per_s"]) == pytest.approx(rate) and float(row["read_s"]) > 0
+        batch, ms, read_s = (float(row[key]) for key in ("batch", "ms", "read_s"))
+        assert float(row["tokens_per_s"]) == pytest.approx(batch / ms * 1e3) and read_s > 0
+        for n_made in (10, 20):  # all prompts are read, then all rows make a token in each step
+            rate = batch * n_made / (read_s + n_made * ms / 1e3)
+            assert float(row[f"request_rate_{n_made}"]) == pytest.approx(rate)
+
+
+def test_whole_requests_are_slower_than_their_steps():
+    figures = {"batch": 6, "read_s": 3.0, "ms": 20.0}
+    assert bench.request_rate(figures, 100) == 6 * 100 / (3 + 2)
+    assert bench.request_rate(figures, 10**9) == pytest.approx(6 / 0.02)
+
+
+def test_throughput_tries_fewer_sequences_until_they_fit(cli, tmp_path, monkeypatch):
+    """Each number once; a try that lacks memory leaves no caches behind."""
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
+    monkeypatch.setattr(bench, "sequences_that_fit", lambda llm, kept_free: 50)
+    tried = []
+
+    def prefill(engine, prompts):
+        engine.itself = engine  # so that only a collection frees it
+        tried.append(weakref.ref(engine.caches[0]))
+        if len(prompts) > fits:
+            raise torch.OutOfMemoryError(f"{len(prompts)} sequences")
+
+    monkeypatch.setattr(generate.Engine, "prefill", prefill)
+    batches = []
+
+    def step_figures(engine, row):
+        assert not any(cache() for cache in tried)
+        batches.append(len(engine.pos))
+        return {"batch": row.sequences, "ms": 1.0}
+
+    monkeypatch.setattr(bench, "step_figures", step_figures)
+    gc.disable()  # what frees them is then bench's own collection
+    fits = 46
+    line = f"bench throughput --model tiny --lengths 40 --method dense --csv {tmp_path}/t.csv"
+    try:
+        assert cli(line)[0] == 0
+    finally:
+        gc.enable()
+    assert batches == [49, 48, 46]  # .98 and .99 of 50 are both 49
+    (row,) = csv.DictReader((tmp_path / "t.csv").open())
+    assert row["batch"] == "46"
+    fits = 0
+    assert cli(line)[0] == 0 and "dense: no figures: not enough memory" in cli.err
 
 
 def test_the_scarcer_memory_says_how_many_sequences_fit(monkeypatch):
-    """Of LRQK's on a GPU, for one."""
+    """Of LRQK's on a GPU, for one. What reading a prompt takes is the device's."""
     llm = generate.LLM(test_all.tiny_config(), "dense", device="cpu", max_seq_length=40)
     monkeypatch.setattr(generate, "row_bytes", lambda *_: {"cpu": 10, "cuda": 3})
     monkeypatch.setattr(bench, "free_bytes", {"cpu": 95, "cuda": 99}.get)
-    assert bench.sequences_that_fit(llm, 1.0) == 9
-    assert bench.sequences_that_fit(llm, 0.5) == 4
-    assert bench.sequences_that_fit(llm, 0.01) == 1
+    assert bench.sequences_that_fit(llm) == 9
+    assert bench.sequences_that_fit(llm, kept_free=50) == 4
+    assert bench.sequences_that_fit(llm, kept_free=94) == 1
+    monkeypatch.setattr(bench, "free_bytes", {"cpu": 95, "cuda": 9}.get)
+    assert bench.sequences_that_fit(llm, kept_free=50) == 3
+
+
+def test_what_reading_a_prompt_takes_is_the_peak_above_the_caches(monkeypatch):
+    """And most_sequences leaves it free, where the engine that read is gone again."""
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config(n_layers=2))
+    llm = bench.llm_of(bench.Row("", "tiny", 0, 40), "cpu")
+    held = {"now": 7, "peak": 99}
+    read = []
+
+    def prefill(engine, prompts):
+        read.append(len(prompts[0]))
+        held["peak"] = 12
+
+    monkeypatch.setattr(generate.Engine, "prefill", prefill)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: held["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(peak=7))
+    assert bench.reading_bytes(llm, 40) == 5 and read == [40] and llm.engine is None
+    monkeypatch.setattr(bench, "llm_of", lambda row, device, options: llm)
+    monkeypatch.setattr(bench, "sequences_that_fit", lambda llm, kept_free: kept_free)
+    assert bench.most_sequences(bench.Row("", "tiny", 0, 40), "cuda") == 5
+
+
+def test_fewer_tokens_miss_where_queries_repeat(cli, tmp_path, monkeypatch):
+    """The share of the queries' energy is what --repeat says."""
+    config = test_all.tiny_config(n_layers=2)
+    monkeypatch.setitem(SHAPES, "tiny", config)
+    misses = []
+    for share in (0, 0.5, 0.99):
+        line = "bench step --row 'lrqk|tiny|2|400|--method lrqk --k 20 --recent 4'"
+        assert cli(f"{line} --repeat {share} --csv {tmp_path}/t.csv")[0] == 0
+        dense, lrqk = csv.DictReader((tmp_path / "t.csv").open())
+        assert not dense["misses"]
+        misses.append(float(lrqk["misses"]))
+    assert 1 > misses[0] > misses[1] + 0.05 > misses[2] + 0.2
+    row = bench.Row("", "tiny", 2, 40, repeat=0.75)
+    attention = bench.llm_of(row, "cpu").model.layers[1].attention
+    x = F.normalize(torch.randn(4096, config.dim), dim=-1) * config.dim**0.5
+    q = F.linear(x, attention.wqkv.weight)[:, : attention.widths[0]]
+    common, *others = attention.wqkv.bias.split(attention.widths)
+    assert common.square().mean() / (q + common).square().mean() == pytest.approx(0.75, abs=0.05)
+    assert not any(bias.count_nonzero() for bias in others)
+
+
+def test_the_book_goes_on_where_it_ended(cli, tmp_path, monkeypatch):
+    """What a table has is not measured again, unless it is asked for or the options have changed;
+    what cannot be measured is named, and tried again."""
+    timed = []
+
+    def measure(row, device):
+        timed.append((row.label, row.sequences))
+        if row.label == broken:
+            raise UserError("not enough memory")
+        yield {"batch": row.sequences or 9, "ms": 0.5 + len(timed)}
+
+    rows = [TINY_KIVI, bench.Row("fdc", "tiny", 2, 40), bench.Row("kivi", "tiny", 0, 40)]
+    monkeypatch.setattr(bench, "PARTS", {"one": bench.Part(measure, rows), "two": None})
+    path = tmp_path / "book" / "one.csv"
+    line = f"bench book --out {tmp_path}/book --part one"
+
+    def table() -> list[tuple[str, str, float]]:
+        with path.open() as file:
+            return [(row["method"], row["batch"], float(row["ms"])) for row in csv.DictReader(file)]
+
+    broken = "fdc"
+    assert cli(line)[0] == 0 and "fdc: no figures: not enough memory" in cli.err
+    assert timed == [("dense", 2), ("kivi", 2), ("fdc", 2), ("dense", 0), ("kivi", 0)]
+    without_fdc = [("dense", "2", 1.5), ("kivi", "2", 2.5), ("dense", "9", 4.5), ("kivi", "9", 5.5)]
+    assert table() == without_fdc
+    broken = ""
+    assert cli(line)[0] == 0 and timed[5:] == [("fdc", 2)]
+    assert table() == [*without_fdc[:2], ("fdc", "2", 6.5), *without_fdc[2:]]
+    assert cli(line)[0] == 0 and len(timed) == 6
+    rows[1] = rows[1]._replace(options="--method fdc --no-balanced")
+    assert cli(line)[0] == 0 and timed[6:] == [("fdc", 2)]
+    assert cli(f"{line} --again")[0] == 0 and len(timed) == 7 + 5
+    (_, _, fdc, *_) = csv.DictReader(path.open())
+    assert (
+        fdc["row"] == "fdc|tiny|2|40|--method fdc --no-balanced"
+        and fdc["torch"] == torch.__version__
+    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", fdc["date"]) and fdc["device"].startswith("cpu")
+    assert "invalid choice: 'three'" in cli.refusal("bench book --part three")
+
+
+def test_a_row_is_in_the_book_as_soon_as_it_is_measured(cli, tmp_path, monkeypatch):
+    def measure(row, device):
+        if row.label == "kivi":
+            raise KeyboardInterrupt
+        yield {"ms": 1.0}
+
+    monkeypatch.setattr(bench, "PARTS", {"one": bench.Part(measure, [TINY_KIVI])})
+    with contextlib.suppress(KeyboardInterrupt):
+        cli(f"bench book --out {tmp_path}")
+    assert [row["method"] for row in csv.DictReader((tmp_path / "one.csv").open())] == ["dense"]
+
+
+def test_every_row_of_the_book_is_one_that_generate_knows():
+    """Its options are parsed, and the method's settings made; none is in a part twice."""
+    for part in bench.PARTS.values():
+        rows = bench.by_size(part.rows)
+        assert {*part.rows} <= {*rows} and len({*rows}) == len(rows)
+        for row in rows:
+            args = generate.parse_args([*row.options.split(), "--prompt", str(row.tokens)])
+            compress.settings_from(args.method, args.options)
+            bench.shape_named(row.shape)
+            assert not row.repeat or f"{row.repeat}" in row.label
+
+
+def test_the_version_of_a_table_is_a_commit_or_nothing(monkeypatch):
+    assert re.fullmatch("[0-9a-f]{7,}|", bench.source_version())
+    monkeypatch.setenv("PATH", "")
+    assert bench.source_version() == ""
 
 
 def test_operators_are_recorded_with_what_they_move(monkeypatch):
