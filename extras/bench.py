@@ -734,10 +734,15 @@ MISS_ROWS = [  # the more queries have in common, the fewer tokens miss, as in a
     Row("lrqk repeat 0.9", M8B, 1, 65536, LRQK, repeat=0.9),
     Row("lrqk repeat 0.95", M8B, 1, 65536, LRQK, repeat=0.95),
     Row("lrqk repeat 0.99", M8B, 1, 65536, LRQK, repeat=0.99),
+    Row("lrqk slots 0", M8B, 1, 65536, f"{LRQK} --slots 0"),
 ]
 CAPACITY_ROWS = capacity_rows(
     [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
 )
+CAPACITY_ROWS += [  # SALS attends 512 tokens by default
+    Row("sals 1024", M8B, 0, 32768, f"{SALS} --critical 956"),
+    Row("sals 2048", M8B, 0, 32768, f"{SALS} --critical 1980"),
+]
 CAPACITY_ROWS_INT8 = capacity_rows([M8B], [8192, 32768], ["sals"], weights="int8")
 
 time_capacity = partial(time_throughput, made=MADE)
