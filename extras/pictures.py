@@ -140,8 +140,10 @@ def names_of(labels: list[str]) -> dict[str, str]:
             for setting in settings:
                 if not all(setting in other for other in others):
                     own.append(setting_in_words(setting))
-        if not own and len(others) > 1 and variant in DEFAULTS:
+        if not own and variant in DEFAULTS and len(others) > 1:
             own.append(DEFAULTS[variant])
+        elif not own and settings != others[0]:
+            own.append("default")
         if variant == "sals:paper":
             own = own[:1]  # the rank; its bits follow
         name = look_of(label).name
@@ -501,9 +503,16 @@ def name_parts(axis) -> None:
         y = 1.13 - 0.08 * (i // 4)
         hatch = {"hatch": "//////", "edgecolor": "0.5"} if part == HOST else {"edgecolor": color}
         axis.scatter(
-            [x + 0.008], [y], s=50, marker="s", color=color, lw=0.6, clip_on=False,
-            transform=axis.transAxes, **hatch,
-        )  # fmt: skip
+            [x + 0.008],
+            [y],
+            s=50,
+            marker="s",
+            color=color,
+            lw=0.6,
+            clip_on=False,
+            transform=axis.transAxes,
+            **hatch,
+        )
         axis.text(x + 0.022, y - 0.004, part, transform=axis.transAxes, va="center", fontsize=9.5)
 
 
@@ -591,9 +600,9 @@ def draw_quality(figure, tables: dict[str, Table]) -> None:
     if any(fact_columns(rows)):
         panels.append(("facts found, % of what dense finds", fact_marks(rows)))
     if "tools" in first_row(tasks):
-        panels.append(("tool calls that are right, %", column_marks(tasks, "tools")))
+        panels.append(("tool calls that are right, %", column_marks(shown_rows(tasks), "tools")))
     if "code" in first_row(tasks):
-        panels.append(("functions that are right, %", column_marks(tasks, "code")))
+        panels.append(("functions that are right, %", column_marks(shown_rows(tasks), "code")))
     if not panels:
         raise UserError("the table has no KL and no facts")
 
@@ -616,7 +625,7 @@ def draw_quality(figure, tables: dict[str, Table]) -> None:
         label_marks(axis, marks, names)
 
 
-def shown_rows(rows: Table, kl_column: str | None) -> Table:
+def shown_rows(rows: Table, kl_column: str | None = None) -> Table:
     """The first row of each method, and all of CURVES, but none whose KL is too large."""
     shown = []
     seen = set()
@@ -714,10 +723,14 @@ def draw_marks(axis, marks: list[Mark]) -> None:
         look = look_of(mark.label)
         fill = "white" if "paper" in split_label(mark.label)[1] else look.color
         axis.plot(
-            mark.bytes_share, mark.y, look.mark, color=look.color, markerfacecolor=fill,
+            mark.bytes_share,
+            mark.y,
+            look.mark,
+            color=look.color,
+            markerfacecolor=fill,
             markersize=5 if look.color == GREY else 7.5,
             zorder=2.5 if look.color == GREY else 3,
-        )  # fmt: skip
+        )
     axis.set_xscale("log", base=2)
     ticks = [12.5, 25, 50, 100]
     axis.set_xlim(8.5, 165)
@@ -762,13 +775,18 @@ def draw_steps(figure, tables: dict[str, Table]) -> None:
     if not panels:
         raise UserError("the table has no model with dense's steps at two lengths or more")
 
-    figure.set_size_inches(WIDTH if len(panels) > 1 else 0.75 * WIDTH, 4.0)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    n_lines = -(-len(panels) // 2)
+    figure.set_size_inches(WIDTH if len(panels) > 1 else 0.75 * WIDTH, 4.0 * n_lines)
+    axes = figure.subplots(n_lines, min(2, len(panels)), squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    axes = axes[: len(panels)]
     ends = []
     for axis, ((model, batch), lines) in zip(axes, panels.items(), strict=True):
-        axis.set_title(f"{SHAPE_NAMES.get(model, model)}, {batch} sequences")
+        sequences = "1 sequence" if batch == 1 else f"{batch} sequences"
+        axis.set_title(f"{SHAPE_NAMES.get(model, model)}, {sequences}")
+        axis.set_ylabel("ms a step")
         ends.append(draw_step_lines(axis, lines))
-    axes[0].set_ylabel("ms a step")
     settle(figure)
     for axis, labels in zip(axes, ends, strict=True):
         label_ends(axis, labels)
@@ -788,15 +806,23 @@ def draw_step_lines(axis, lines: dict[str, dict[int, float]]) -> list[Label]:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
     axis.minorticks_off()
-    axis.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.3)
+    axis.set_xlim(lengths[0] * 0.85, lengths[-1] * (lengths[-1] / lengths[0]) ** 0.4)
     axis.set_ylim(0, 1.08 * axis.dataLim.y1)
     axis.set_xlabel("tokens of each sequence")
     axis.grid(axis="y")
     length = break_even(lines["dense"], lines.get("sals", {}))
     if length:
         axis.axvline(length, color="0.5", lw=0.8, linestyle=":")
-        text = f" from about {length / 1024:.0f}K tokens\n on, SALS is faster"
-        axis.text(length, 0.04 * axis.get_ylim()[1], text, fontsize=9.5, color="0.25")
+        is_left = length**2 < lengths[0] * lengths[-1]
+        text = f" from about {length / 1024:.0f}K tokens \n on, SALS is faster "
+        axis.text(
+            length,
+            0.04 * axis.get_ylim()[1],
+            text,
+            ha="left" if is_left else "right",
+            fontsize=9.5,
+            color="0.25",
+        )
     return labels
 
 
@@ -838,9 +864,11 @@ def draw_operations(figure, tables: dict[str, Table]) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
+    axis.set_xlim(0, 1.12 * axis.dataLim.x1)
     axis.set_xlabel("us a layer (black: a copy of as many bytes)")
-    model, batch, length = rows[0]["model"], rows[0]["batch"], int(rows[0]["length"])
-    axis.set_title(f"SALS, one layer's attention: {model}, {batch} x {length:,} tokens")
+    model = SHAPE_NAMES.get(rows[0]["model"], rows[0]["model"])
+    size = f"{rows[0]['batch']} x {int(rows[0]['length']):,} tokens"
+    axis.set_title(f"SALS, one layer's attention: {model}, {size}")
 
 
 # ------------------------------------------------------------------------------------------ drift
@@ -992,9 +1020,13 @@ def draw_models(axis, tables: dict[str, Table]) -> None:
             axis.plot(xs, ys, color=look.color, zorder=2)
         for stem, mark in marks:
             axis.plot(
-                mark.bytes_share, mark.y, OVERVIEW_KL[stem], zorder=2 if is_grey else 3,
-                color="0.75" if is_grey else look.color, markersize=5 if is_grey else 8,
-            )  # fmt: skip
+                mark.bytes_share,
+                mark.y,
+                OVERVIEW_KL[stem],
+                zorder=2 if is_grey else 3,
+                color="0.75" if is_grey else look.color,
+                markersize=5 if is_grey else 8,
+            )
     axis.set_yscale("log")
     axis.set_ylim(0.0014, 2)
     axis.yaxis.set_major_formatter("{x:g}")

@@ -2416,7 +2416,7 @@ def test_methods_have_short_names_that_tell_their_rows_apart():
         "KIVI, 4 bits",
         "KIVI, 2 bits",
         "Loki",
-        "Loki",
+        "Loki, default",
         "Loki, k 0.3, reduced 1",
         "EliteKV",
         "TurboQuant",
