@@ -594,35 +594,37 @@ def draw_quality(figure, tables: dict[str, Table]) -> None:
     tasks = others[0] if others else []
     kl_column = KL_COLUMN if KL_COLUMN in evaluation[0] else first_column(evaluation, "kl ")
     rows = shown_rows(evaluation, kl_column)
-    panels = []
+    names = names_of([row["method"] for row in evaluation])
+    task_names = names_of([row["method"] for row in tasks])
+    panels = []  # (title, marks, their names)
     if kl_column:
-        panels.append((kl_title(kl_column), kl_marks(rows, kl_column)))
-    if any(fact_columns(rows)):
-        panels.append(("facts found, % of what dense finds", fact_marks(rows)))
-    if "tools" in first_row(tasks):
-        panels.append(("tool calls that are right, %", column_marks(shown_rows(tasks), "tools")))
-    if "code" in first_row(tasks):
-        panels.append(("functions that are right, %", column_marks(shown_rows(tasks), "code")))
+        panels.append((kl_title(kl_column), kl_marks(rows, kl_column), names))
+    if fact_columns(rows):
+        panels.append(("facts found, % of what dense finds", fact_marks(rows), names))
+    for column, title in (("tools", "tool calls"), ("code", "functions")):
+        if tasks and column in tasks[0]:
+            marks = column_marks(shown_rows(tasks), column)
+            panels.append((f"{title} that are right, %", marks, task_names))
     if not panels:
         raise UserError("the table has no KL and no facts")
 
     n_lines = -(-len(panels) // 2)
     figure.set_size_inches(WIDTH, 4.9 * n_lines)
     axes = figure.subplots(n_lines, min(2, len(panels)), squeeze=False).flatten()
-    for axis, (title, marks) in zip(axes, panels, strict=False):
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    axes = axes[: len(panels)]
+    for axis, (title, marks, _) in zip(axes, panels, strict=True):
         axis.set_title(title)
         axis.set_xlabel("bytes on the GPU, % of dense's")
         axis.grid()
         draw_marks(axis, marks)
-    for axis in axes[len(panels) :]:
-        axis.remove()
     if kl_column:
         axes[0].set_yscale("log")
         axes[0].yaxis.set_major_formatter("{x:g}")
     settle(figure)
-    names = names_of([row["method"] for row in evaluation + tasks])
-    for axis, (_, marks) in zip(axes, panels, strict=False):
-        label_marks(axis, marks, names)
+    for axis, (_, marks, panel_names) in zip(axes, panels, strict=True):
+        label_marks(axis, marks, panel_names)
 
 
 def shown_rows(rows: Table, kl_column: str | None = None) -> Table:
@@ -637,10 +639,6 @@ def shown_rows(rows: Table, kl_column: str | None = None) -> Table:
             shown.append(row)
         seen.add(method)
     return shown
-
-
-def first_row(rows: Table) -> dict[str, str]:
-    return rows[0] if rows else {}
 
 
 def first_column(rows: Table, start: str) -> str | None:

@@ -2338,6 +2338,7 @@ def test_whole_requests_are_slower_than_steps_by_the_reading_of_prompts(drawn):
     "dense, other, expected",
     [
         ({1: 4, 4: 8}, {1: 5, 4: 7}, 2),
+        ({1: 4, 4: 8}, {1: 5, 4: 5}, 2**0.5),
         ({1: 4, 4: 8}, {1: 3, 4: 7}, None),  # faster everywhere
         ({1: 4, 4: 8}, {1: 5, 4: 9}, None),  # nowhere
         ({1: 4, 2: 6, 4: 8}, {1: 5, 4: 7}, 2),  # what only one has does not count
