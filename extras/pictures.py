@@ -197,6 +197,7 @@ class Label(NamedTuple):
 
 
 GAP = 7  # points between the middle of a mark and its label
+MISTAKEN = 2000.0  # what a place costs that is nearer to another mark: as 200 covered pixels do
 DISTANCES = (GAP, 12, 18, 25, 33, 42)  # of a label, where it may not stand nearer
 
 
@@ -218,10 +219,12 @@ def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) ->
     for x, y in axis.transData.transform(avoid):
         marks.append(Bbox.from_extents(x - radius, y - radius, x + radius, y + radius))
 
+    points = axis.transData.transform([(label.x, label.y) for label in labels])
+
     # 1. The texts, and where each of them may stand.
     texts = []
     places = []
-    for label in labels:
+    for label, (x, y) in zip(labels, points, strict=True):
         text = axis.annotate(
             label.text,
             (label.x, label.y),
@@ -233,7 +236,6 @@ def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) ->
         )
         texts.append(text)
         size = text.get_window_extent(renderer)
-        x, y = axis.transData.transform((label.x, label.y))
         own_places = []
         for distance in DISTANCES:
             for left, bottom in corners(size.width, size.height, pixels(distance)):
@@ -241,6 +243,8 @@ def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) ->
                 outside = size.width * size.height - shared_area(box, frame)
                 covered = sum(shared_area(box, mark) for mark in marks)
                 cost = 20 * outside + 10 * covered + pixels(distance)
+                if any(apart(box, point) < apart(box, (x, y)) for point in points):
+                    cost += MISTAKEN
                 own_places.append((cost, distance, left, bottom, box))
         places.append(own_places)
 
@@ -260,9 +264,7 @@ def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) ->
         _, distance, left, bottom, box = chosen[i]
         texts[i].set_position((left * 72 / DPI, bottom * 72 / DPI))
         if distance > DISTANCES[1]:
-            x, y = axis.transData.transform((label.x, label.y))
-            nearest = (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))
-            start = axis.transData.inverted().transform(nearest)
+            start = axis.transData.inverted().transform(nearest(box, points[i]))
             axis.plot([start[0], label.x], [start[1], label.y], color="0.6", lw=0.5, zorder=1)
 
 
@@ -280,6 +282,16 @@ def corners(width: float, height: float, distance: float) -> list[tuple[float, f
         (-aslant - width, aslant),
         (-aslant - width, -aslant - height),
     ]
+
+
+def nearest(box, point: tuple[float, float]) -> tuple[float, float]:
+    """The place of a box that is nearest to a point."""
+    x, y = point
+    return min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
+
+
+def apart(box, point: tuple[float, float]) -> float:
+    return math.dist(nearest(box, point), point)
 
 
 def shared_area(one, other) -> float:

@@ -2430,6 +2430,16 @@ def test_methods_have_short_names_that_tell_their_rows_apart():
     assert len(marks) == len(pictures.LOOKS)
 
 
+def axis_to_ten():
+    """An axis of matplotlib from 0 to 10, without anything in it."""
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(5, 4), dpi=pictures.DPI)
+    agg.FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    axis.set(xlim=(0, 10), ylim=(0, 10))
+    return axis
+
+
 def test_labels_are_moved_apart():
     """At the ends of lines, where the order stays, and beside points that lie close together."""
     assert pictures.spread([5, 1, 9], 2) == [5, 1, 9]
@@ -2439,13 +2449,7 @@ def test_labels_are_moved_apart():
     assert all(b - a >= 1 - 1e-9 for a, b in itertools.pairwise(ordered))
     assert placed.index(max(placed)) == 4 and placed.index(min(placed)) == 0
 
-    matplotlib = pytest.importorskip("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    figure = matplotlib.figure.Figure(figsize=(5, 4), dpi=pictures.DPI)
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    axis.set(xlim=(0, 10), ylim=(0, 10))
+    axis = axis_to_ten()
     points = [(5, 5), (5.1, 5.1), (5, 5.2), (4.9, 5), (9.9, 9.9)]
     labels = [pictures.Label(f"label {i}", x, y) for i, (x, y) in enumerate(points)]
     pictures.place_labels(axis, labels, points)
@@ -2455,6 +2459,18 @@ def test_labels_are_moved_apart():
         assert pictures.shared_area(box, frame) == pytest.approx(box.width * box.height, rel=0.01)
         assert not any(pictures.shared_area(box, other) > 0 for other in boxes[i + 1 :])
     assert axis.texts[0].get_text() == "label 0"
+
+
+def test_a_label_is_nearest_to_its_own_mark():
+    """Though the place between two marks, one above the other, is as free as any."""
+    axis = axis_to_ten()
+    points = [(2, 5), (2, 5.5), (3, 5.5)]  # the third blocks the place beside the second
+    labels = [pictures.Label(f"mark {i}", x, y) for i, (x, y) in enumerate(points)]
+    pictures.place_labels(axis, labels, points)
+    pixels = axis.transData.transform(points)
+    for i, text in enumerate(axis.texts):
+        gaps = [pictures.apart(text.get_window_extent(), point) for point in pixels]
+        assert gaps.index(min(gaps)) == i
 
 
 def test_pictures_are_drawn_by_one_command(cli, tables, tmp_path):
