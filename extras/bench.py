@@ -1,12 +1,10 @@
-"""Time decode steps and one layer's attention over filled caches, look for needles, draw tables.
+"""Time decode steps and one layer's attention over filled caches, and look for needles.
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
     python -m extras.bench book --out docs --part steps shapes
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv
-    python -m extras.bench plot docs/eval-nano.csv docs/drift-nano.csv --out docs
-    python -m extras.bench plot --overview docs/throughput.csv docs/eval-nano.csv --out docs
 
 What is timed needs no checkpoint and reads no prompt: weights are random, and the caches are filled
 with random numbers. Each command says more: python -m extras.bench step --help.
@@ -28,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,10 +36,9 @@ from torch.utils._pytree import tree_leaves
 import calibrate
 import kernels
 from calibrate import add_command, save_csv, text_ids, writable_file, writable_folder
-from compress import load_artifact, replacing_file, settings_from
+from compress import load_artifact, settings_from
 from extras.evaluate import (
     ANSWER_ROOM,
-    TASKS,
     Candidate,
     Haystack,
     check_candidates,
@@ -863,327 +859,6 @@ def run_needle(args: argparse.Namespace) -> None:
                     save_csv(args.csv, list(table[0]), table)
 
 
-# ----------------------------------------------------------------------------------------- pictures
-
-
-def run_plot(args: argparse.Namespace) -> None:
-    """Draw CSV files of other commands: each becomes a picture NAME.png.
-
-    What a picture shows depends on the table:
-
-    - extras.evaluate: retrieval as a part of dense's, and KL to dense, against bytes/token and
-      read/step, a line for each method
-    - extras.evaluate --generate: KL to dense and how often the likeliest token is dense's, against
-      the place in what dense wrote
-    - speed: the time of a layer's attention and of PyTorch's, against a row's tokens, a panel for
-      each method
-    - needle: the facts found, by length and depth, a panel for each method
-    - calibrate.py ranks: dims that hold 90 % of the keys' energy, by layer
-    - extras.train --log: the training loss, a line for each run
-
-    With --overview one picture shows the speed of a table of throughput, which is given first, and
-    the KL of tables of extras.evaluate."""
-    if args.overview and len(args.tables) == 1:
-        raise UserError(
-            "--overview draws a table of throughput and tables of eval; give at least two tables"
-        )
-    if args.overview:
-        pictures = {"overview": args.tables}
-    else:
-        pictures = {path.stem: [path] for path in args.tables}
-    faults_of_a_table = (
-        csv.Error,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    )
-    with ProgressLine("pictures", len(pictures)) as progress:
-        for name, paths in pictures.items():
-            try:
-                draw(args.out / f"{name}.png", paths)
-            except ImportError:
-                raise UserError("pictures need matplotlib: pip install matplotlib") from None
-            except faults_of_a_table as error:
-                kinds = "eval, speed, needle, ranks or train --log"
-                raise UserError(f"{name}: no table of {kinds} ({error!r})") from None
-            progress.tick()
-
-
-def draw(png: Path, paths: list[Path]) -> None:
-    """The picture of a table, or the overview of several."""
-    from matplotlib.figure import Figure  # only now: nothing else needs it
-
-    tables = []
-    for path in paths:
-        lines = generate.read_text(path).splitlines()
-        tables.append(list(csv.DictReader(lines)))
-    if not all(tables):
-        raise UserError(f"{png.stem}: a table has no rows; give one that has some")
-    figure = Figure(layout="constrained")
-    first, *others = tables
-    if others:
-        draw_overview(figure, first, others)
-    elif "depth" in first[0]:
-        draw_needles(figure, first)
-    else:
-        draw_lines(figure, first, paths[0].stem)
-    with replacing_file(png) as partial:
-        figure.savefig(partial, format="png", dpi=150)
-    print(png)
-
-
-# ---- lines
-
-
-class Point(NamedTuple):
-    """A point of a line, in a panel that its title and axes name."""
-
-    title: str
-    xlabel: str
-    ylabel: str
-    line: str
-    x: str | float  # as the table has it
-    y: str | float
-
-
-def points(rows: list[dict], name: str) -> Iterator[Point]:
-    """What a table shows. Its columns tell of what kind it is; name: of its file."""
-    columns = rows[0]
-    if "loss" in columns:
-        return loss_points(rows, name)
-    if "layer" in columns:
-        return rank_points(rows)
-    if "us" in columns:
-        return speed_points(rows)
-    if any("@" in column for column in columns):
-        return drift_points(rows)
-    return quality_points(rows)
-
-
-def loss_points(rows: list[dict], name: str) -> Iterator[Point]:
-    """Losses of training: a line for each run."""
-    for row in rows:
-        run = row.get("run", name)
-        yield Point("", "tokens", "training loss", run, row["tokens"], row["loss"])
-
-
-def rank_points(rows: list[dict]) -> Iterator[Point]:
-    """Ranks of keys before RoPE and after it."""
-    ylabel = "dims that hold 90 % of the energy"
-    for row in rows:
-        for kind in ("pre", "post"):
-            yield Point("", "layer", ylabel, f"{kind}-RoPE", row["layer"], row[kind])
-
-
-def speed_points(rows: list[dict]) -> Iterator[Point]:
-    """Times of a layer's attention, and of PyTorch's: a panel for each method."""
-    for row in rows:
-        if row.get("operation", "attention") != "attention":
-            continue
-        line = f"{row['model']}, batch {row['batch']}"
-        panel = (row["method"], "tokens a row", "us a layer")
-        yield Point(*panel, line, row["length"], row["us"])
-        yield Point(*panel, f"{line}, PyTorch's dense", row["length"], row["dense_us"])
-
-
-def drift_points(rows: list[dict]) -> Iterator[Point]:
-    """Columns NAME@END: figures of the tokens up to END, of every row but dense's, the first."""
-    labels = {
-        "kl": "KL to dense, nats",
-        "argmax": "fraction of likeliest tokens that are dense's",
-    }
-    xlabel = "tokens that dense wrote"
-    for row in rows[1:]:
-        for column in rows[0]:
-            if "@" in column:
-                name, end = column.split("@")
-                yield Point("", xlabel, labels[name], row["method"], end, row[column])
-
-
-COSTS = ("bytes/token", "read/step")  # columns of an evaluation's table
-
-
-def quality_points(rows: list[dict]) -> Iterator[Point]:
-    """Of an evaluation: retrieval as a part of dense's, and KL, against both costs."""
-    dense = {row["method"]: row for row in rows}["dense"]
-    tasks = []  # columns in which dense finds something
-    kls = []  # columns of KLs, without those of their standard errors ("kl NAME ±")
-    for column in dense:
-        if column.startswith(tuple(TASKS)) and float(dense[column] or 0) > 0:
-            tasks.append(column)
-        if column.startswith("kl ") and not column.endswith("±"):
-            kls.append(column)
-    for row in rows:
-        shares = [100 * float(row[task]) / float(dense[task]) for task in tasks if row[task]]
-        losses = [float(row[column]) for column in kls if row[column]]
-        line = method_of(row)
-        for cost in COSTS:
-            if shares:
-                yield Point("", cost, "retrieval, % of dense", line, row[cost], np.mean(shares))
-            if any(losses):  # dense's 0 has no logarithm
-                yield Point("", cost, "KL to dense, nats", line, row[cost], np.mean(losses))
-
-
-def method_of(row: dict) -> str:
-    """The label of a row without its settings."""
-    return re.split(r"[,:@]|[- ]\d| [a-z] \d", row["method"])[0]
-
-
-def draw_lines(figure, rows: list[dict], name: str) -> None:
-    """A panel for each title and pair of axes, logarithmic where a range is wide."""
-    panels = {}  # (title, xlabel, ylabel) -> line -> its points (x, y)
-    styles = {}  # line -> how it is drawn, alike in all panels
-    for title, xlabel, ylabel, line, x, y in points(rows, name):
-        lines = panels.setdefault((title, xlabel, ylabel), {})
-        lines.setdefault(line, []).append((float(x), float(y)))
-        if line not in styles:
-            styles[line] = line_style(len(styles), is_scattered=xlabel in COSTS)
-
-    n_columns = 2 if len(panels) == 4 else min(4, len(panels))
-    n_lines = -(-len(panels) // n_columns)
-    figure.set_size_inches(5.5 * n_columns, 4.5 * n_lines)
-    shown = {}  # line -> what matplotlib has drawn, for the legend
-    for i, ((title, xlabel, ylabel), lines) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(n_lines, n_columns, i, title=title, xlabel=xlabel, ylabel=ylabel)
-        axis.grid(alpha=0.3)
-        all_x = []
-        all_y = []
-        for line, line_points in lines.items():
-            xs, ys = zip(*sorted(line_points), strict=True)
-            (shown[line],) = axis.plot(xs, ys, **styles[line])
-            all_x += xs
-            all_y += ys
-        axis.set_xscale("log" if max(all_x) > 8 * min(all_x) > 0 else "linear")
-        axis.set_yscale("log" if max(all_y) > 20 * min(all_y) > 0 else "linear")
-    labels = [line.replace("$", r"\$") for line in shown]  # matplotlib would read it as mathematics
-    n_columns = min(4, 2 * n_columns)
-    figure.legend(shown.values(), labels, loc="outside lower center", ncols=n_columns)
-
-
-def line_style(i: int, is_scattered: bool) -> dict[str, str]:
-    """How the i-th line is drawn. There are ten colours; then come other marks, or dashes."""
-    round_number = i // 10 % 8
-    marker = "."
-    linestyle = ("-", "--")[round_number % 2]
-    if is_scattered:
-        marker = "os^vDP*X"[round_number]
-        linestyle = ""
-    return {"color": f"C{i}", "marker": marker, "linestyle": linestyle}
-
-
-# ---- needles
-
-
-def draw_needles(figure, rows: list[dict]) -> None:
-    """A panel a method: what is found at each length and depth."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    lengths = list(dict.fromkeys(row["length"] for row in rows))
-    depths = list(dict.fromkeys(row["depth"] for row in rows))
-    found = np.array([float(row["found"]) for row in rows])
-    found = found.reshape(len(methods), len(lengths), len(depths))
-    figure.set_size_inches(3 * len(methods) + 1, 3.5)
-    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
-    for i, method in enumerate(methods):
-        image = axes[i].imshow(found[i].T, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        axes[i].set(title=method, xlabel="tokens", xticks=range(len(lengths)), xticklabels=lengths)
-    axes[0].set(ylabel="depth of the fact, %", yticks=range(len(depths)), yticklabels=depths)
-    figure.colorbar(image, ax=axes, label="facts found, %")
-
-
-# ---- the overview
-
-
-class Painted(NamedTuple):
-    """How the overview names a method."""
-
-    name: str
-    color: str
-
-
-PAINTED = {
-    "dense": Painted("dense", "#404040"),
-    "kivi": Painted("KIVI", "#8c6d1f"),
-    "sals": Painted("SALS", "#c2185b"),
-    "lrqk": Painted("LRQK + host memory", "#1b7f3b"),
-    "loki": Painted("Loki", "#e07b00"),
-    "elitekv": Painted("EliteKV", "#6a3fb5"),
-    "fdc": Painted("FDC", "#0b6fb8"),
-}
-OTHERS = Painted("", "0.8")  # grey, without a name
-
-
-def draw_overview(figure, speeds: list[dict], tables: list[list[dict]]) -> None:
-    """Left a table of throughput, right the KL of evaluations."""
-    figure.set_size_inches(10, 4.6)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    draw_rates(left, speeds)
-    draw_quality(right, tables)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-
-
-def draw_rates(axis, speeds: list[dict]) -> None:
-    """Tokens a second: a bar for each row, in a group for each length. Dense comes first in it."""
-    lengths = [row["length"] for row in speeds if row["method"] == "dense"]
-    dense_rate = None
-    ticks = []
-    labels = []
-    for i, row in enumerate(speeds):
-        rate = float(row["tokens_per_s"])
-        y = i + 1.3 * lengths.index(row["length"])
-        if row["method"] == "dense":
-            dense_rate = rate
-            tokens = f"{int(row['length']):,} tokens a sequence"
-            axis.text(0, y - 0.8, tokens, weight="bold")
-        painted = PAINTED.get(row["method"], Painted(row["method"], OTHERS.color))
-        axis.barh(y, rate, color=painted.color)
-        axis.text(rate, y, f" {rate:,.0f} ({rate / dense_rate:.2g} x)", va="center")
-        ticks.append(y)
-        labels.append(f"{painted.name} x {row['batch']}")
-    axis.set(yticks=ticks, yticklabels=labels, ylim=(ticks[-1] + 0.7, -1.4), xmargin=0.4, xticks=[])
-    axis.set_title("tokens a second, as many sequences as fit", loc="left")
-
-
-def draw_quality(axis, tables: list[list[dict]]) -> None:
-    """KL below 1 against stored bytes: a mark for each table, and a line for each method, of which
-    a table's first row counts."""
-    drawn = {}  # method -> its points (x, y)
-    for rows, mark in zip(tables, "oDs^", strict=False):
-        model = rows[0]["model"].removesuffix("-Instruct")
-        axis.plot([], [], mark, color="black", label=model)
-        first_rows = {}
-        for row in reversed(rows):
-            first_rows[method_of(row).lower()] = row
-        dense_bytes = float(rows[0]["bytes/token"])
-        for method, row in first_rows.items():
-            x = 100 * float(row["bytes/token"]) / dense_bytes
-            y = float(row["kl wikitext2_4096"] or 0)
-            if not 0 < y < 1:
-                continue
-            drawn.setdefault(method, []).append((x, y))
-            name, color = PAINTED.get(method, OTHERS)
-            size = 9 if name else 6
-            order = 3 if name else 2  # what has a name lies above what has none
-            axis.plot(x, y, mark, color=color, markersize=size, zorder=order)
-    for method, (name, color) in PAINTED.items():
-        if method not in drawn:
-            continue
-        xs, ys = zip(*drawn[method], strict=True)
-        axis.plot(xs, ys, color=color)
-        # The name stands beside the last point, on the side where there is room.
-        side = "right" if 60 < xs[-1] < 99 else "left"
-        axis.text(xs[-1], ys[-1], f"   {name}   ", color=color, weight="bold", ha=side)
-    axis.text(98, 0.002, "dense: KL 0", weight="bold", ha="right")
-    axis.axvline(100, 0, 0.88, color=PAINTED["dense"].color, linestyle=":", zorder=1)
-    axis.set(yscale="log", ylim=(0.0015, 3), xlim=(0, 118), xlabel="stored bytes, % of dense's")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.set_title("KL to dense, nats", loc="left")
-    axis.plot([], [], "s", color=OTHERS.color, label="others")
-    axis.legend(loc="upper left", ncols=3, frameon=False, handletextpad=0, columnspacing=1)
-
-
 # --------------------------------------------------------------------------------- the command line
 
 
@@ -1250,13 +925,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     task = "the fact's words; reworded: other words than nano was trained on"
     needle.option("--task", str, "single", task, choices=("single", "reworded"))
     add_csv_option(needle)
-
-    plot = add_command(commands, "plot", run_plot)
-    tables = "a CSV file of one of these commands"
-    plot.add_argument("tables", type=Path, nargs="+", help=tables, metavar="FILE")
-    overview = "one picture, of a table of throughput and tables of extras.evaluate"
-    plot.flag("--overview", overview)
-    plot.option("--out", writable_folder, ".", "folder of the pictures", metavar="FOLDER")
 
     add_fit_table(commands)
     add_ragged(commands)

@@ -47,7 +47,7 @@ import kernels
 import model as model_file
 from calibrate import save_artifact
 from compress import CacheContext, load_artifact, method_named
-from extras import baselines, bench, chat, evaluate, gguf, harness, int8, parallel, train
+from extras import baselines, bench, chat, evaluate, gguf, harness, int8, parallel, pictures, train
 from generate import DTYPES
 from kernels import attend_plain_reference
 from model import SHAPES, Llama, UserError, apply_rope, load_model, load_tokenizer, rope_tables
@@ -88,7 +88,7 @@ from test_all import (
 )
 
 test_all.CommandLine.programs |= {"gguf": gguf.main, "harness": harness.main, "bench": bench.main}
-test_all.CommandLine.programs |= {"chat": chat.main}
+test_all.CommandLine.programs |= {"chat": chat.main, "pictures": pictures.main}
 test_all.CommandLine.programs |= {"evaluate": evaluate.main, "train": train.main}
 
 # ---------------------------------------------------------------------------------- comparison rows
@@ -1221,8 +1221,7 @@ def test_a_kl_has_its_standard_error_over_windows_in_the_table(cli, tmp_path, mo
     assert float(dense["kl python ±"]) == 0
     assert float(kivi["kl python"]) == pytest.approx(0.3)
     assert float(kivi["kl python ±"]) == pytest.approx(math.sqrt(0.18 / 3) / 2)
-    drawn = {point.y for point in bench.points(rows, "t") if point.ylabel.startswith("KL")}
-    assert drawn == {float(kivi["kl python"])}
+    assert pictures.first_column(rows, "kl ") == "kl python"
 
 
 def test_the_ledger_counts_host_memory():
@@ -2076,7 +2075,7 @@ def test_the_chat_runs_from_a_shell(tmp_path):
     assert run.stderr.count("tokens held in") == 6
 
 
-# ----------------------------------------------------------------------- speed, pictures (bench.py)
+# --------------------------------------------------------------------------------- speed (bench.py)
 
 
 TINY_ROW = " --row '{}|tiny|2|40|--method {}'"
@@ -2126,7 +2125,6 @@ def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path,
         "book": f" --out {tmp_path} --part t",
         "speed": TINY_ROW.format("4 bits", "kivi"),
         "needle": f" --checkpoint {NANO} --method dense --lengths 600 --depths 1 --samples 1",
-        "plot": "",
     }
     step_columns = set()  # which the tables of book have, too
     _, overview, _ = cli("bench --help")
@@ -2369,95 +2367,345 @@ def test_needles_are_found_where_a_cache_keeps_them(cli, tmp_path):
     assert [float(row["found"]) for row in rows] == [100, 100, 100, 0, 0, 100, 100, 100, 100]
 
 
-EVAL_HEAD = "method,bytes/token,read/step,kl python,single 64"
+# ------------------------------------------------------------------------------------ pictures.py
+
+# Rows of each table that a picture needs, few and with round figures.
+TINY_TABLES = {
+    "throughput": """
+        model,batch,length,method,ms,tokens_per_s,read_s
+        8b,4,64,dense,10,400,8
+        8b,20,64,sals,25,800,40
+        8b,2,128,dense,10,200,8
+        8b,10,128,sals,10,1000,40""",
+    "steps": """
+        model,batch,length,method,ms
+        8b,8,1024,dense,4
+        8b,8,1024,sals,5
+        8b,8,4096,dense,8
+        8b,8,4096,sals,7
+        8b,1,1024,dense,3""",
+    "speed": """
+        model,batch,length,method,operation,us,limit_us
+        8b,8,64,sals,attention,9,1
+        8b,8,4096,sals,attention,40.5,30
+        8b,8,4096,sals,block_scores,12.3,8
+        8b,8,4096,dense,attention,90,80""",
+    "eval-smollm2": """
+        model,method,bytes/token,kl wikitext2_4096,single_4096,uuid_4096,single_8192
+        m,dense,100,0,80,0,90
+        m,sals:keep=0.125,20,.02,60,0,
+        m,"sals:paper,keep=0.125",30,.1,40,0,
+        m,"sals:paper,rank=0.125,bits=2,keep=0.125",17,.3,20,0,
+        m,kivi,35,.005,80,0,
+        m,kivi:bits=2,22,.2,10,0,
+        m,lrqk:k=448,40,.007,80,0,
+        m,palu,50,1.7,8,0,
+        m,quest:keep=0.125,106,.1,40,0,
+        m,quest:keep=0.25,106,.04,60,0,""",
+    "tasks-smollm2": """
+        method,tools,tools \u00b1,tools flips,code,bytes/token,host/token
+        dense,70,2,0,50,100,
+        sals,66,2,5,45,20,
+        lrqk,69,2,5,50,40,100""",
+    "eval-qwen": """
+        model,method,bytes/token,kl wikitext2_4096
+        q,dense,200,0
+        q,sals,40,.01
+        q,lrqk,60,.004""",
+    "drift-nano": """
+        method,kl written,kl@8,kl@16,argmax@8
+        dense,0,0,0,1
+        sals,2,.01,.02,.9
+        kivi,2,.001,.002,.9
+        kivi:bits=2,2,.1,.2,.9
+        snapkv,2,.1,.3,.9""",
+    "ranks-mine": """
+        layer,pre,post
+        0,1,4
+        5,2,6""",
+}
 
 
-def test_tables_become_lines_of_points():
-    def lines(text: str) -> dict:
-        found = {}
-        for *panel, line, x, y in bench.points(list(csv.DictReader(text.splitlines())), "run"):
-            found.setdefault((*panel, line), []).append((float(x), float(y)))
-        return found
+@pytest.fixture
+def tables(tmp_path):
+    """A folder of TINY_TABLES."""
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name, text in TINY_TABLES.items():
+        lines = [line.strip() for line in text.strip().splitlines()]
+        (folder / f"{name}.csv").write_text("\n".join(lines), encoding="utf-8")
+    return folder
 
-    quality = lines(f"{EVAL_HEAD}\ndense,8,9,0,80\nloki k 1/4,6,7,1,20\nloki k 1/8,3,4,2,60")
-    assert quality["", "bytes/token", "retrieval, % of dense", "loki"] == [(6, 25), (3, 75)]
-    assert quality["", "read/step", "KL to dense, nats", "loki"] == [(7, 1), (4, 2)]
-    # whose 0 has no logarithm
-    assert ("", "read/step", "KL to dense, nats", "dense") not in quality
-    times = "model,batch,length,method,us,dense_us,operation\n7b,1,64,sals,16,4,attention"
-    times = lines(f"{times}\n7b,1,64,sals,1,4,select")
-    axes = "sals", "tokens a row", "us a layer"
-    assert times == {
-        (*axes, "7b, batch 1"): [(64, 16)],
-        (*axes, "7b, batch 1, PyTorch's dense"): [(64, 4)],
-    }
-    losses = lines("run,tokens,loss\na,64,4\nb,64,3\na,128,2")
-    assert losses["", "tokens", "training loss", "a"] == [(64, 4), (128, 2)] and len(losses) == 2
-    assert len(lines("layer,pre,post\n0,1,2\n1,2,4")) == 2
-    drift = lines(
-        "method,kl written,kl@8,kl@16,argmax@8,argmax@16\ndense,0,0,0,1,1\nh2o,2,1,3,.9,.7"
-    )
-    # not dense's, which are constant
-    assert [*drift.values()] == [[(8, 1), (16, 3)], [(8, 0.9), (16, 0.7)]]
+
+@pytest.fixture
+def drawn(tables):
+    """Draws a picture of TINY_TABLES by its name. Returns the figure, and all texts in it."""
+    matplotlib = pytest.importorskip("matplotlib")
+
+    def draw(name: str):
+        (picture,) = [p for p in pictures.pictures_of(tables) if p.name == name]
+        with matplotlib.rc_context(pictures.STYLE):
+            figure = pictures.draw_picture(picture, tables)
+            found = figure.findobj(matplotlib.text.Text)
+        return figure, [text.get_text().strip() for text in found if text.get_text()]
+
+    return draw
 
 
 @pytest.mark.parametrize(
-    "text, fault",
+    "name, titles, labels",
     [
-        # no KL to draw, and cells that are missing
-        (f"{EVAL_HEAD}\ndense,1,2,0,9\nsals,1,2", None),
-        # a byte-order mark, and what TeX refuses
-        (f"\ufeff{EVAL_HEAD}\ndense,1,2,0,9\n$^$,1,2,3,4", None),
-        ("tokens,loss\n64,2\n128,1", None),
-        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3\nb,64,75,4", None),
-        ("method,length,depth,found\na,64,25,1\na,64,75,2\nb,64,25,3", "train --log (ValueError"),
-        (f"{EVAL_HEAD}\nsals,1,2,3,4", "KeyError('dense')"),
-        (EVAL_HEAD, "t: a table has no rows"),
-        ("tokens,loss\n64,2\n128", "train --log (TypeError"),
-        ("method,tokens_per_s\ndense,5", "train --log (ZeroDivisionError"),
+        ("throughput", ["after 64 tokens", "after 128 tokens"], ["dense", "SALS 2", "SALS 5"]),
+        ("steps", ["8b, 8 sequences"], ["dense 8.0", "SALS 7.0"]),
+        ("operations", ["SALS, one layer's attention: 8b, 8 x 4,096 tokens"], ["40.5", "12.3"]),
+        ("drift", ["nano"], ["SALS", "KIVI"]),
+        ("ranks", ["mine"], ["before RoPE", "after RoPE"]),
+        (
+            "eval-smollm2",
+            ["KL to dense after 4096 tokens, nats", "facts found, % of what dense finds"],
+            ["SALS", "the paper's SALS, 25 %", "the paper's SALS, 12.5 %", "KIVI, 2 bits"],
+        ),
+        (
+            "eval-smollm2",
+            ["tool calls that are right, %", "functions that are right, %"],
+            ["KIVI, 4 bits", "LRQK", "Quest"],
+        ),
+        ("eval-qwen", ["KL to dense after 4096 tokens, nats"], ["SALS", "LRQK"]),
+        (
+            "overview",
+            ["tokens a second, as many sequences as fit", "KL to dense, nats"],
+            ["SALS \u00d7 20", "800 (2 \u00d7)", "1,000 (5 \u00d7)", "dense: KL 0"],
+        ),
     ],
-    ids=range(9),
 )
-def test_tables_are_drawn_or_refused(cli, tmp_path, text, fault):
+def test_a_picture_names_what_it_shows(drawn, name, titles, labels):
+    """At the lines and points themselves: no picture has a legend."""
+    figure, texts = drawn(name)
+    shown = [axis.get_title(loc="left") for axis in figure.axes]
+    assert set(titles) <= set(shown) and set(labels) <= set(texts)
+    assert not figure.legends and not any(axis.get_legend() for axis in figure.axes)
+
+
+def lines_of(axis) -> list[list[tuple[float, float]]]:
+    """The points of each line of an axis, rounded."""
+    found = []
+    for line in axis.lines:
+        points = zip(line.get_xdata(), line.get_ydata(), strict=True)
+        found.append([(round(float(x), 6), round(float(y), 6)) for x, y in points])
+    return found
+
+
+def test_pictures_show_the_figures_of_their_tables(drawn):
+    figure, _ = drawn("drift")
+    # one line for each method of FEW, of its first settings, and none for dense
+    assert lines_of(figure.axes[0]) == [[(8, 0.01), (16, 0.02)], [(8, 0.001), (16, 0.002)]]
+    figure, _ = drawn("ranks")
+    assert lines_of(figure.axes[0]) == [[(0, 4), (5, 6)], [(0, 1), (5, 2)]]
+    figure, _ = drawn("steps")
+    dense, sals, crossing = lines_of(figure.axes[0])
+    assert dense == [(1024, 4), (4096, 8)] and sals == [(1024, 5), (4096, 7)]
+    assert crossing == [(2048, 0), (2048, 1)]  # the lines' own crossing, the axis being in log2
+    figure, texts = drawn("eval-smollm2")
+    kl, facts, tools, _ = map(lines_of, figure.axes)
+    assert [(17, 0.3), (30, 0.1)] in kl and [(22, 0.2), (35, 0.005)] in kl
+    # tasks in which dense finds nothing, and longer texts, do not count
+    assert [(20, 75)] in facts and [(100, 100)] in facts
+    assert [(20, 66)] in tools and "Palu" not in texts  # whose KL is above 1
+
+
+def test_whole_requests_are_slower_than_steps_by_the_reading_of_prompts(drawn):
+    row = {"batch": "4", "ms": "10", "read_s": "8", "tokens_per_s": "400"}
+    assert pictures.request_rate(row, 1000) == 4 * 1000 / (8 + 10)
+    measured = row | {"request_rate_1024": "7"}
+    assert pictures.rates_of(measured)[0] == 7
+    assert pictures.rates_of(row)[1:] == (pictures.request_rate(row, 4096), 400)
+    figure, _ = drawn("throughput")
+    dense, sals = lines_of(figure.axes[0])
+    assert {y for _, y in dense} == {1}
+    dense_rate = 4 * 1024 / (8 + 10.24)
+    assert sals[0][1] == pytest.approx(20 * 1024 / (40 + 25.6) / dense_rate) and sals[2] == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "dense, other, expected",
+    [
+        ({1: 4, 4: 8}, {1: 5, 4: 7}, 2),
+        ({1: 4, 4: 8}, {1: 5, 4: 5}, 2**0.5),
+        ({1: 4, 4: 8}, {1: 3, 4: 7}, None),  # faster everywhere
+        ({1: 4, 4: 8}, {1: 5, 4: 9}, None),  # nowhere
+        ({1: 4, 2: 6, 4: 8}, {1: 5, 4: 7}, 2),  # what only one has does not count
+        ({1: 4}, {}, None),
+    ],
+)
+def test_the_break_even_is_where_the_lines_cross(dense, other, expected):
+    assert pictures.break_even(dense, other) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize("method", pictures.BYTES_METHODS)
+def test_the_parts_of_a_tokens_bytes_are_all_that_its_caches_hold(method):
+    """On the GPU and in host memory, of caches that exist."""
+    model = tiny_model(max_positions=256).bfloat16()
+    parts = pictures.bytes_by_part(model.config, method, 256)
+    caches = make_engine(model, method, 1, 256).caches
+    tokens = 256 * len(caches)
+    host = sum(cache.bytes_host() for cache in caches) / tokens
+    stored = sum(cache.bytes_stored() for cache in caches) / tokens
+    assert parts[pictures.HOST] == pytest.approx(host)
+    assert sum(parts.values()) - host == pytest.approx(stored)
+
+
+def test_each_part_of_a_token_has_its_own_name():
+    """By the stores of Llama-3.1-8B's shape."""
+
+    def parts(method: str) -> dict[str, float]:
+        config = bench.FIT_SHAPES["llama-3.1-8b"]
+        return pictures.bytes_by_part(config, method, 1 << 15)
+
+    kv = 8 * 128 * 2  # bytes of a token's keys, or of its values, in bf16
+    dense = parts("dense")
+    assert dense[pictures.KEYS] == dense[pictures.VALUES] == kv == sum(dense.values()) / 2
+    kivi = parts("kivi")
+    assert kivi[pictures.KEYS] == kivi[pictures.VALUES] == kv / 4
+    assert kivi[pictures.SCALES] == 2 * 8 * 128 / 32 * 4
+    lrqk = parts("lrqk")
+    assert lrqk[pictures.HOST] == 2 * kv and lrqk[pictures.KEYS] == 8 * 32 * 2
+    assert lrqk[pictures.EXACT] > 0 < lrqk[pictures.TABLES] and not lrqk[pictures.VALUES]
+    elitekv = parts("elitekv")
+    assert elitekv[pictures.BOTH] == sum(elitekv.values()) == 2 * kv / 4
+    sals = parts("sals")
+    assert sals[pictures.KEYS] > 0 < sals[pictures.VALUES] and not sals[pictures.BOTH]
+
+
+def test_tokens_that_fit_and_their_bytes_are_drawn_from_formulas(drawn, monkeypatch):
+    monkeypatch.setattr(pictures, "FIT_METHODS", ("dense", "kivi", "elitekv"))
+    monkeypatch.setattr(pictures, "BYTES_METHODS", ("dense", "lrqk"))
+    _, texts = drawn("fit")
+    assert {"Llama-3.1-8B, 24 GB", "42K", "133K", "EliteKV", "cannot be trained here"} <= {*texts}
+    _, texts = drawn("bytes")
+    assert {"4,096 (100 %)", "820 (20 %), and 4,096", pictures.HOST} <= {*texts}
+
+
+def test_methods_have_short_names_that_tell_their_rows_apart():
+    labels = [
+        "sals:keep=0.125",
+        "sals:paper,keep=0.125",
+        "sals:paper,rank=0.125,bits=2,keep=0.125",
+        "kivi",
+        "kivi:bits=2",
+        "loki:k=0.125,d=0.5",
+        "loki",
+        "loki:k=0.3,reduced=1",
+        "elitekv@checkpoints/nano-elitekv",
+        "turboquant",
+        "turboquant:centre=true",
+        "doublesparse:keep=0.125",
+        "doublesparse:keep=0.125,channels=0.25",
+        "mine:width=3",
+    ]
+    assert [*pictures.names_of(labels).values()] == [
+        "SALS",
+        "the paper's SALS, 25 %",
+        "the paper's SALS, 12.5 %",
+        "KIVI, 4 bits",
+        "KIVI, 2 bits",
+        "Loki",
+        "Loki, default",
+        "Loki, k 0.3, reduced 1",
+        "EliteKV",
+        "TurboQuant",
+        "TurboQuant, centred",
+        "Double Sparsity",
+        "Double Sparsity, 1/4 channels",
+        "mine",
+    ]
+    marks = {(look.color, look.mark) for look in pictures.LOOKS.values()}
+    assert len(marks) == len(pictures.LOOKS)
+
+
+def axis_to_ten():
+    """An axis of matplotlib from 0 to 10, without anything in it."""
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(5, 4), dpi=pictures.DPI)
+    agg.FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    axis.set(xlim=(0, 10), ylim=(0, 10))
+    return axis
+
+
+def test_labels_are_moved_apart():
+    """At the ends of lines, where the order stays, and beside points that lie close together."""
+    assert pictures.spread([5, 1, 9], 2) == [5, 1, 9]
+    assert pictures.spread([3, 1, 2], 4) == [6, -2, 2]
+    placed = pictures.spread([0.0, 0.1, 0.2, 9.0, 9.5, 1.0], 1.0)
+    ordered = sorted(placed)
+    assert all(b - a >= 1 - 1e-9 for a, b in itertools.pairwise(ordered))
+    assert placed.index(max(placed)) == 4 and placed.index(min(placed)) == 0
+
+    axis = axis_to_ten()
+    points = [(5, 5), (5.1, 5.1), (5, 5.2), (4.9, 5), (9.9, 9.9)]
+    labels = [pictures.Label(f"label {i}", x, y) for i, (x, y) in enumerate(points)]
+    pictures.place_labels(axis, labels, points)
+    boxes = [text.get_window_extent() for text in axis.texts]
+    frame = axis.get_window_extent()
+    for i, box in enumerate(boxes):
+        assert pictures.shared_area(box, frame) == pytest.approx(box.width * box.height, rel=0.01)
+        assert not any(pictures.shared_area(box, other) > 0 for other in boxes[i + 1 :])
+    assert axis.texts[0].get_text() == "label 0"
+
+
+def test_a_label_is_nearest_to_its_own_mark():
+    """Though the place between two marks, one above the other, is as free as any."""
+    axis = axis_to_ten()
+    points = [(2, 5), (2, 5.5), (3, 5.5)]  # the third blocks the place beside the second
+    labels = [pictures.Label(f"mark {i}", x, y) for i, (x, y) in enumerate(points)]
+    pictures.place_labels(axis, labels, points)
+    pixels = axis.transData.transform(points)
+    for i, text in enumerate(axis.texts):
+        gaps = [pictures.apart(text.get_window_extent(), point) for point in pixels]
+        assert gaps.index(min(gaps)) == i
+
+
+def test_pictures_are_drawn_by_one_command(cli, tables, tmp_path):
+    """Those whose tables are there. A table that is no such table is named, and leaves no file."""
     pytest.importorskip("matplotlib")
-    (tmp_path / "t.csv").write_text(text)
-    line = f"bench plot {tmp_path}/t.csv --out {tmp_path}"
-    if fault:
-        assert fault in cli.refusal(line) and not (tmp_path / "t.png").exists()
-    else:
-        assert cli(line)[0] == 0 and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_overview_names_methods_beside_dense(cli, tmp_path):
-    """Of each method its first row, where its KL is below 1; and speeds as multiples of dense's."""
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    head = "model,method,bytes/token,kl wikitext2_4096"
-    (tmp_path / "eval.csv").write_text(
-        f"{head}\nm,dense,8,0\nm,LRQK r 32,4,.02\nm,LRQK r 16,2,.1\nm,FDC,7,6\nm,Quest,9,.1\n"
-    )
-    (tmp_path / "speed.csv").write_text(
-        "length,batch,method,tokens_per_s\n64,2,dense,10\n64,9,sals,35\n"
-    )
-    speeds, table = (
-        list(csv.DictReader((tmp_path / f"{name}.csv").open())) for name in ("speed", "eval")
-    )
-    bench.draw_overview(figure, speeds, [table])
-    left, right = figure.axes
-    assert [text.get_text().strip() for text in left.texts[1:]] == ["10 (1 x)", "35 (3.5 x)"]
-    assert {text.get_text().strip() for text in right.texts} == {
-        "LRQK + host memory",
-        "dense: KL 0",
+    out = tmp_path / "out"
+    out.mkdir()
+    (tables / "speed.csv").unlink()
+    line = f"pictures --tables {tables} --out {out}"
+    assert cli(f"{line} --picture steps operations eval-qwen")[0] == 0
+    assert "operations: left out, as there is no speed.csv" in cli.err
+    assert cli.out == f"{out}/steps.png\n{out}/eval-qwen.png\n"
+    assert {path.name for path in out.iterdir()} == {"steps.png", "eval-qwen.png"}
+    first = (out / "steps.png").read_bytes()
+    assert first.startswith(b"\x89PNG")
+    assert cli(f"{line} --picture steps")[0] == 0
+    assert (out / "steps.png").read_bytes() == first  # so that a commit shows what changed
+    assert "the pictures are: overview, fit, " in cli.refusal(f"{line} --picture needle")
+    faults = {
+        "ranks-mine": ("layer,pre\n0,1", "ranks: it cannot be drawn from ranks-mine.csv ('post')"),
+        "eval-qwen": (
+            "method,bytes/token,kl a\nsals,1,2",
+            "eval-qwen.csv (the table has no row of",
+        ),
+        "drift-nano": ("method,kl@8\nsals,much", "drift: it cannot be drawn from drift-nano.csv"),
+        "steps": ("model,batch,length,method,ms", "steps.csv has no rows"),
     }
-    assert [*right.texts[0].get_position()] == [50, 0.02]
-    line = f"bench plot --overview {tmp_path}/speed.csv {tmp_path}/eval.csv --out {tmp_path}"
-    assert cli(line)[0] == 0 and (tmp_path / "overview.png").read_bytes().startswith(b"\x89PNG")
-    assert "overview: no table of" in cli.refusal(line.replace("speed.csv", "eval.csv"))
-    assert "give at least two tables" in cli.refusal(line.replace(f"{tmp_path}/eval.csv", ""))
-    for name in ("speed", "eval"):
-        (tmp_path / "none.csv").write_text((tmp_path / f"{name}.csv").read_text().split("\n")[0])
-        assert "overview: a table has no rows" in cli.refusal(
-            line.replace(f"{name}.csv", "none.csv")
-        )
+    for stem, (text, fault) in faults.items():
+        (tables / f"{stem}.csv").write_text(text)
+        name = stem if stem.startswith("eval") else stem.partition("-")[0]
+        (out / f"{name}.png").unlink(missing_ok=True)
+        assert fault in cli.refusal(f"{line} --picture {name}")
+        assert not (out / f"{name}.png").exists()
+
+
+def test_every_picture_of_the_docs_is_shown_and_can_be_drawn():
+    docs = README.parent / "docs"
+    text = README.read_text()
+    for path in docs.glob("*.md"):
+        text += path.read_text()
+    shown = set(re.findall(r"!\[[^\]]*\]\((?:docs/)?([\w-]+)\.png\)", text))
+    drawable = {picture.name for picture in pictures.pictures_of(docs)}
+    assert shown == {path.stem for path in docs.glob("*.png")} and shown <= drawable
 
 
 # ---------------------------------------------------------------------------------------- hopper.py
