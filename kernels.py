@@ -187,6 +187,12 @@ def overlapped(device: torch.device) -> dict:
 
 
 @constexpr_function
+def _has_ptx():
+    """Whether a kernel is compiled for a GPU, which runs PTX; the interpreter does not."""
+    return not triton.knobs.runtime.interpret
+
+
+@constexpr_function
 def _overlaps():
     """Whether the GPU that a kernel is compiled for overlaps launches."""
     return not triton.knobs.runtime.interpret and tl.target_info.cuda_capability_geq(9, 0)
@@ -2620,6 +2626,26 @@ def _load_basis(basis_ptr, h, dims, inside, DP: tl.constexpr, R: tl.constexpr):
 
 
 @jit
+def _four_bit_levels(packed):
+    """The levels of the codes in bytes' low and high halves, int8. PTX decodes four bytes at once:
+    bits 5 to 3 of a level are the code's last three, bit 2 is set, and the upper two are what the
+    code's first bit is not."""
+    if _has_ptx():
+        ptx: tl.constexpr = """{ .reg .b32 low, high;
+            shl.b32 low, $2, 3; lop3.b32 low, low, 0x78787878, 0x44444444, 0x6A;
+            shr.b32 high, $2, 1; lop3.b32 high, high, 0x78787878, 0x44444444, 0x6A;
+            shl.b32 $0, low, 1; lop3.b32 $0, $0, 0x80808080, low, 0xEA;
+            shl.b32 $1, high, 1; lop3.b32 $1, $1, 0x80808080, high, 0xEA; }"""
+        return tl.inline_asm_elementwise(
+            ptx, "=&r,=&r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    else:
+        low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
+        high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
+        return low, high
+
+
+@jit
 def _add_int4(
     k,  # [T, DP] int32: the sums so far
     int4_ptr,  # [.., N4] uint8
@@ -2633,9 +2659,8 @@ def _add_int4(
     """k + the 4-bit dims of a tile of latents times their basis: byte j holds dims j and j + N4."""
     inside = live[:, None] & (byte < N4)[None, :]
     packed = tl.load(int4_ptr + vector[:, None] * N4 + byte[None, :], mask=inside, other=0)
-    low = _four_bit_level(((packed & 15) << 3).to(tl.int8))
+    low, high = _four_bit_levels(packed)
     k = tl.dot(low, low_basis, k, out_dtype=tl.int32)
-    high = _four_bit_level(((packed & 240) >> 1).to(tl.int8))
     return tl.dot(high, high_basis, k, out_dtype=tl.int32)
 
 
@@ -2856,20 +2881,31 @@ class LatentsConfig(NamedTuple):
     T: int  # tokens of a tile
     warps: int
     STAGES: int  # tiles in flight
+    programs_a_sm: int  # programs that a multiprocessor has at once
 
 
 def latents_config(
-    dtype: torch.dtype, R8: int, N4: int, coded: bool, DV: int, plain_v: bool, is_large: bool
+    dtype: torch.dtype,
+    R8: int,
+    N4: int,
+    coded: bool,
+    D: int,
+    DV: int,
+    plain_v: bool,
+    is_large: bool,
 ) -> LatentsConfig:
     """R8: dims of a latent that are no 4-bit codes; N4: bytes of 4-bit codes; is_large:
     has_large_shared_memory. Measured on an H200."""
     itemsize = 4 if dtype == torch.float32 else 1 if coded else 2
     R = R8 + 2 * N4
-    # The basis stays in shared memory if it fits: 64 KB of a head of 128 dims in large shared
-    # memory beside latents that are no codes, else 32 KB. Otherwise each tile loads it again, in
-    # lines of 128 bytes.
-    held_bytes = 512 if is_large and N4 == 0 else 256
-    held = power2(R, 32) * itemsize <= held_bytes
+    # The basis of a head stays in shared memory if it fits beside the tiles, else each tile loads
+    # it again, in lines of 128 bytes. In large shared memory half as many programs hold a basis of
+    # up to 128 KB in codes, which is faster than to load it for each tile.
+    basis_bytes = power2(R, 32) * itemsize * power2(D, 16)
+    most_held = 32 << 10
+    if is_large:
+        most_held = (128 if coded else 64) << 10
+    held = basis_bytes <= most_held
     if held:
         RB = power2(R8, 32)
     elif N4:
@@ -2882,11 +2918,18 @@ def latents_config(
     narrow = power2(N4 - wide, 32) if N4 > wide else 0
     T = 64
     stages = 2
+    programs_a_sm = 2  # the basis takes most of the shared memory
     if itemsize == 4:  # numbers are twice as large as those of 16 bits
         T = 32
+    elif is_large and coded and held and basis_bytes > 64 << 10:
+        programs_a_sm = 1
+    elif is_large and coded and held and basis_bytes > 32 << 10:
+        stages = 1  # two programs, which wait for one another's loads
     elif is_large and not (plain_v and DV >= 128):  # these leave no room for a third
         stages = 3
-    return LatentsConfig(RB, held, wide, narrow, T, warps=4, STAGES=stages)
+    if dtype == torch.float32:  # for tests
+        programs_a_sm = 4
+    return LatentsConfig(RB, held, wide, narrow, T, 4, stages, programs_a_sm)
 
 
 # Another function that does what launch_attend_latents does, which it asks first; it returns None
@@ -3015,12 +3058,9 @@ def launch_attend_latents(
     programs = max(Hkv, chosen.sets)
     G = Hq // programs
     config = latents_config(
-        q.dtype, R8, N4, coded, DV, packing is None, has_large_shared_memory(q.device)
+        q.dtype, R8, N4, coded, D, DV, packing is None, has_large_shared_memory(q.device)
     )
-    # Two programs a multiprocessor, since the basis takes most of the shared memory; fp32 is for
-    # tests.
-    programs_a_sm = 4 if q.element_size() == 4 else 2
-    splits = attend_splits(chosen.n, B * programs, programs_a_sm)
+    splits = attend_splits(chosen.n, B * programs, config.programs_a_sm)
     parts = empty_splits(q, splits, DV)
     _attend_latents_kernel[splits, programs, B](
         q_ptr=q,
