@@ -3215,12 +3215,15 @@ SALS_SIZES = [  # KV heads of 16 dims, and the default r and r*
 
 @pytest.mark.parametrize("n_heads, sizes", SALS_SIZES)
 def test_sals_sizes_follow_from_the_keys_width(n_heads, sizes):
-    """Where keys are narrow, the layers that attend all have latents, too; else KIVI's codes."""
+    """Where keys are narrow, values have 4 bits, else 2, and the layers that attend all have
+    latents, too, else KIVI's codes."""
     config = tiny_config(n_heads=n_heads, n_kv_heads=n_heads)
     assert compress.SalsSettings().ranks(config) == sizes
     kivi = compress.kivi_layers(config, compress.SalsSettings(skip="0"))
     is_narrow = config.kv_dim < 256
     assert kivi == (set() if is_narrow else {0})
+    assert compress.SalsSettings().value_bits(config) == (4 if is_narrow else 2)
+    assert compress.SalsSettings(bits=2).value_bits(config) == 2
 
 
 # ---------------------------------------------------------------------------------- LRQK invariants
