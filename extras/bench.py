@@ -2,7 +2,7 @@
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
-    python -m extras.bench book --out docs --part steps shapes
+    python -m extras.bench book --out docs --part steps misses
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv
 
@@ -743,8 +743,7 @@ CAPACITY_ROWS_INT8 = capacity_rows([M8B], [8192, 32768], ["sals"], weights="int8
 
 time_capacity = partial(time_throughput, made=MADE)
 PARTS = {
-    "steps": Part(time_step, STEP_ROWS),
-    "shapes": Part(time_step, SHAPE_ROWS),
+    "steps": Part(time_step, STEP_ROWS + SHAPE_ROWS),
     "likeforlike": Part(time_step, LIKE_FOR_LIKE_ROWS),
     "misses": Part(time_step, MISS_ROWS),
     "throughput": Part(time_capacity, CAPACITY_ROWS),

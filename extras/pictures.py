@@ -776,14 +776,20 @@ def points_along(axis, curve: list[Mark]) -> list[tuple[float, float]]:
 
 def draw_steps(figure, tables: dict[str, Table]) -> None:
     """Milliseconds of a step by the tokens of each sequence, and where SALS becomes the faster: a
-    panel for each model and number of sequences that has several lengths."""
+    panel for each model and number of sequences of which dense and another method have several
+    lengths."""
     panels = {}  # (model, batch) -> method -> length -> ms
     for row in tables["steps"]:
         lines = panels.setdefault((row["model"], int(row["batch"])), {})
         lines.setdefault(row["method"], {})[int(row["length"])] = number(row, "ms")
-    panels = {key: lines for key, lines in panels.items() if len(lines.get("dense", {})) > 1}
+    for key, lines in list(panels.items()):
+        drawn = [method for method, times in lines.items() if len(times) > 1]
+        if "dense" not in drawn or len(drawn) < 2:
+            del panels[key]
     if not panels:
-        raise UserError("the table has no model with dense's steps at two lengths or more")
+        raise UserError(
+            "the table has no model of which dense and another method have steps at two lengths"
+        )
 
     n_lines = -(-len(panels) // 2)
     figure.set_size_inches(WIDTH if len(panels) > 1 else 0.75 * WIDTH, 4.0 * n_lines)
