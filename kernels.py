@@ -3429,8 +3429,8 @@ def _columns_in_pairs():
 def _load_values_in_pairs(words_ptr, pairs_ptr, stride, last):
     """A tile's values, transposed, [128, 32] fp16, of words of codes [.., 16] and (minimum, scale)
     of a vector's groups [.., 4]; vectors lie `stride` apart. Tokens past the last one read that
-    one: they have no weight, but NaN would show. Rows are (byte, plane, word % 2, word // 4,
-    word // 2 % 2): _rows_in_pairs."""
+    one: their store may end there, or have NaN, which shows even without a weight. Rows are
+    (byte, plane, word % 2, word // 4, word // 2 % 2): _rows_in_pairs."""
     # Words of two neighbouring tokens, in places (x, y). A thread has the places of one x % 4 and
     # one y // 2, which are the tokens and rows that tensor cores want of it.
     x = tl.arange(0, 16)[:, None]
@@ -3547,7 +3547,8 @@ def _attend_channels_in_pairs_kernel(
                 T,
             )
 
-    # 3. The coded tokens. Keys past the last one are decoded, too: their logits are masked.
+    # 3. The coded tokens. Keys past the last one are decoded, too: their store has whole groups,
+    # and their logits are masked.
     first_k = (b * Hkv + h) * k_tokens
     first_v = b * v_strides[0] + h * v_strides[1]
     for tile in tl.range(first, stop, num_stages=STAGES):
