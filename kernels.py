@@ -3552,8 +3552,8 @@ def _attend_channels_in_pairs_kernel(
     first_k = (b * Hkv + h) * k_tokens
     first_v = b * v_strides[0] + h * v_strides[1]
     for tile in tl.range(first, stop, num_stages=STAGES):
-        k_vector = first_k + tile * T
-        k = _load_keys_in_pairs(k_ptr + k_vector * 16, k_scale_ptr + k_vector // T * D)
+        k_words_ptr = k_ptr + (first_k + tile * T) * 16
+        k = _load_keys_in_pairs(k_words_ptr, k_scale_ptr + (first_k // T + tile) * D)
         logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
         last = length - 1 - tile * T
         v_vector = first_v + tile * T * v_strides[2]
