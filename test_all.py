@@ -4201,7 +4201,6 @@ def without_hopper(monkeypatch):
     own."""
     monkeypatch.setattr(generate, "import_hopper", lambda device: None)
     monkeypatch.setattr(kernels, "faster_attend_latents", None)
-    monkeypatch.setattr(kernels, "faster_attend_channels", None)
 
 
 # ---- codes of a token, queries of blocks, scores
@@ -4845,6 +4844,45 @@ def test_kernel_attend_channels_does_as_its_reference(bits):
     close(out, truth, dtype)
 
 
+PAIRED_SIZES = [  # B, S, Hkv, G, z, pos: rows without a coded token, and that end in and at a tile
+    (3, 130, 2, 4, 24, (129, 64, 3)),
+    (3, 96, 1, 8, 0, (95, 32, 0)),
+    (2, 200, 2, 1, 40, (199, 39)),
+    (2, 70, 1, 12, 6, (69, 37)),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sizes", PAIRED_SIZES)
+@poisoned
+def test_kernel_attend_channels_decodes_pairs_of_codes(monkeypatch, sizes, splits):
+    """4-bit codes of 128 channels as halves, of which the interpreter has those of fp16 only."""
+    monkeypatch.setattr(kernels, "decodes_pairs", lambda *_: True)
+    monkeypatch.setattr(kernels, "_attend_channels_kernel", None)
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    B, S, Hkv, G, z, pos = sizes
+    given, truth = attend_case(dtype, "channels", "all", B, S, Hkv, G, 128, 128, 4, z, pos)
+    close(launch_attend(*given), truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "dtype, D, DV, bits, expected",
+    [
+        (torch.bfloat16, 128, 128, 4, True),
+        (torch.float16, 128, 128, 4, False),
+        (torch.bfloat16, 64, 64, 4, False),
+        (torch.bfloat16, 128, 64, 4, False),
+        (torch.bfloat16, 128, 128, 2, False),
+    ],
+)
+def test_kernel_attend_channels_decodes_pairs_where_it_can(dtype, D, DV, bits, expected):
+    q = torch.zeros(1, 2, D, dtype=dtype)
+    v_scale = torch.zeros(1, 1, 32, DV // 32, 2)
+    assert kernels.decodes_pairs(q, bits, DV, bits, v_scale) == expected
+    assert not kernels.decodes_pairs(q, bits, DV, bits, v_scale[..., 0, 0])  # a scale a vector
+
+
 @pytest.mark.parametrize("tokens", ["all", "KV head"])
 def test_kernel_attend_plain_reads_e4m3(tokens):
     """Numbers in e4m3 with a scale of each head, against their decoded numbers."""
@@ -5397,6 +5435,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                 attend("latents", H, G, 16, 0, tokens)
             attend("joint mixed latents", H, G, 4, 80, r=512, dtype=fp32)
             attend("channels", H, G, 4, 80)
+            attend("channels", H, G, 4, 80, dtype=half)
             k = zeros(B, H, S, D)
             for rule in test_all.RULES:
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)

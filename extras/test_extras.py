@@ -2720,11 +2720,9 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
 @pytest.fixture
 def hopper(monkeypatch):
     """extras/hopper.py, in use whatever the GPU."""
-    for name in ("latents", "channels"):
-        monkeypatch.setattr(kernels, f"faster_attend_{name}", None)  # as it will be again
+    monkeypatch.setattr(kernels, "faster_attend_latents", None)  # as it will be again
     module = pytest.importorskip("extras.hopper")
     monkeypatch.setattr(kernels, "faster_attend_latents", module.attend_latents)
-    monkeypatch.setattr(kernels, "faster_attend_channels", module.attend_channels)
     monkeypatch.setattr(generate, "import_hopper", lambda device: module)
     return module
 
@@ -2739,7 +2737,6 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys.modules["extras"], "hopper", pytest.importorskip("extras.hopper"))
     monkeypatch.setattr(kernels, "faster_attend_latents", None)
-    monkeypatch.setattr(kernels, "faster_attend_channels", None)
     monkeypatch.delitem(sys.modules, "extras.hopper")
     assert found(8) is found(10) is kernels.faster_attend_latents is None
     with monkeypatch.context() as patch:
@@ -2748,7 +2745,6 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
         module = found(9)
     assert module.__name__ == "extras.hopper"
     assert kernels.faster_attend_latents is module.attend_latents
-    assert kernels.faster_attend_channels is module.attend_channels
     monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
     assert found(9) is None
     monkeypatch.delitem(sys.modules, "extras.hopper")
@@ -2768,26 +2764,17 @@ def test_an_engine_with_kernels_asks_for_hopper(monkeypatch):
     assert asked.called
 
 
-@pytest.mark.parametrize("form", ["joint mixed latents", "channels"])
-def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch, form):
-    tokens = "all" if form == "channels" else "row"
-    case = (torch.float32, form, tokens, 1, 40, 2, 2, 32, 32, 4, 0, (39,))
+def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch):
+    case = (torch.float32, "joint mixed latents", "row", 1, 40, 2, 2, 32, 32, 4, 0, (39,))
     given, truth = attend_case(*case)
     other_result = torch.full_like(launch_attend(*given), 7)
-    name = f"faster_attend_{form.split()[-1]}"
     for made, expected in ((None, truth), (other_result, other_result)):
-        monkeypatch.setattr(kernels, name, lambda *_, made=made: made)
+        monkeypatch.setattr(kernels, "faster_attend_latents", lambda *_, made=made: made)
         assert error(launch_attend(*given), expected) < 1e-5
 
 
 @needs_hopper
-def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    given, _ = attend_case(
-        torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100)
-    )
-    q, _, keys, values, bits, pos, _, exact, scale = given
-    operation = kernels.launch_attend_channels
-    torch.library.opcheck(operation, (q, *keys, *values, bits, pos, exact, scale))
+def test_kernel_hopper_linear_chain_does_what_torch_compile_is_told(hopper):
     torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
@@ -2897,42 +2884,14 @@ def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     assert not takes(cuda, *fits)
 
 
-SHARED = (2, 4)  # bits of keys and of values
-
-
-@needs_hopper
-@pytest.mark.parametrize("bits", SHARED)
-@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
-@poisoned
-def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
-    """One program a head, which writes the result itself, several, and more than short rows have
-    tiles."""
-    monkeypatch.setattr(hopper, "SMS", programs)
-    monkeypatch.setattr(kernels, "_attend_channels_kernel", None)
-    sizes = (
-        (4, 1001, 3, 96, (1000, 0, 511, 32)),
-        (2, 7, 1, 32, (6, 2)),
-        (3, 96, 2, 32, (95, 64, 63)),
-    )
-    for B, S, Hkv, z, pos in sizes:
-        test_all.check_attend(
-            torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos
-        )
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
-    hopper, monkeypatch, joint
-):
+def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
     asked = []
-    for plan in ("streams_basis", "shares_keys"):
-        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    for kernel in ("_streamed_logits", "_attend_shared"):
-        monkeypatch.setattr(hopper, kernel, None)
-    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
-    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8, (80,), written=True)
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(hopper, "_streamed_logits", None)
+    case = ("joint latents", "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+    given, truth = attend_case(torch.float16, *case, written=True)
     first, *others = given[2]
-    stored = first[:, :1] if joint else first
+    stored = first[:, :1]
     shift = 4 // first.element_size()  # a whole word, which codes are read by
     context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
     shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
@@ -3297,28 +3256,19 @@ LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
 COMPILED = [
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    (
-        "_shared_keys_kernel",
-        "mma.sync",
-        0,
-        [("channels", 8, 4, 128, bits, 64, 0) for bits in SHARED],
-    ),
     # the consumer, and who loads its inputs
     ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),
 ]
 
 
-@pytest.mark.parametrize(
-    "kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"]
-)
+@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "chain"])
 def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
             given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
             return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
         Hkv, G, D, bits, z, r = sizes
-        tokens = "all" if what == "channels" else "row"
-        case = (torch.bfloat16, what, tokens, 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
+        case = (torch.bfloat16, what, "row", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
         return attend_case(*case, n=448, r=r)[0]
 
     torch.save([arguments(*case) for case in cases], tmp_path / "calls")
@@ -3331,7 +3281,7 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
         import test_all
         kernels._attend_logits_kernel = Compile("_attend_logits_kernel")
         kernels.merge_splits = lambda parts, q: parts.out
-        hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
+        hopper.streams_basis = hopper.chains_linears = lambda *_: True
         hopper.SMS = 1
         operation = hopper.linear_chain if "chain" in "{kernel}" else test_all.launch_attend
         for given in torch.load("{tmp_path}/calls", map_location="cpu"):
