@@ -1396,11 +1396,17 @@ class SalsSettings:
     variant: str = setting(
         "ours", "the published step and settings, or what is better on real models", VARIANTS
     )
-    rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", within="[0, 1]")
-    score_rank: float = setting(
-        0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]"
+    rank: float = setting(
+        0.0,
+        "r / (Hkv*D), of latents; 0: 1/2, at most 1024 dims, and 5/8 if Hkv*D < 256",
+        within="[0, 1]",
     )
-    bits: int = setting(0, "bits of a value code; 0: 2, narrow 4", (0, 2, 4))
+    score_rank: float = setting(
+        0.0,
+        "r*/r, dims that scoring reads; 0: 1/4, at most Hkv*D/8 dims and at least 32",
+        within="[0, 1]",
+    )
+    bits: int = setting(0, "bits of a value's code; 0: 2, and 4 if Hkv*D < 256", (0, 2, 4))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(
