@@ -1064,6 +1064,7 @@ def _halves_at(words, shift):
     """The byte of words at a shift, in e4m3, as halves."""
     byte = words >> shift
     half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)  # sign; exponent and mantissa
+    half = tl.where((byte & 0x7F) == 0x7F, 0x7E00, half)  # NaN
     return half.to(tl.int16).to(tl.float16, bitcast=True) * 256  # exponents of fp16 have 8 more
 
 
@@ -1205,7 +1206,7 @@ def _attend_e4m3_kernel(
     # 2. The queries, and a softmax of nothing.
     query_at = q_ptr + first_head * 128
     query = _load_queries(query_at, k_channel, k_channel < 128, 128, G, GP).to(tl.float16)
-    k_scale = tl.load(k_scale_ptr + b * Hkv + h)
+    code_scale = scale * tl.load(k_scale_ptr + b * Hkv + h)
     m = tl.full([GP], -1e30, tl.float32)
     l = tl.zeros([T, GP], tl.float32)
     acc = tl.zeros([128, GP], tl.float32)
@@ -1220,13 +1221,14 @@ def _attend_e4m3_kernel(
         live = token <= last
 
         k = _load_keys(k_ptr + (first_k + start * k_strides[2]) * 32, k_strides[2] * 32, last, T)
-        logits = tl.dot(k, query) * k_scale  # [T, GP]
+        logits = tl.dot(k, query) * code_scale  # [T, GP]
         if bias_ptr is not None:
             bias_at = bias_ptr + (first_head + g)[None, :] * S + (start + token)[:, None]
-            logits += tl.load(bias_at, mask=live[:, None] & (g < G)[None, :], other=0.0)
+            bias = tl.load(bias_at, mask=live[:, None] & (g < G)[None, :], other=0.0)
+            logits += bias * scale
 
         v = _load_values(v_ptr + (first_v + start * v_strides[2]) * 32, v_strides[2] * 32, last, T)
-        logits = tl.where(live[:, None], logits * scale, -1e30)
+        logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
         weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
         shrink = tl.exp2(m - m_new)

@@ -642,7 +642,8 @@ def test_kernel_attend_e4m3_does_what_torch_compile_is_told():
 
 @pytest.mark.parametrize("capability", [89, 90])
 def test_kernel_attend_e4m3_compiles_for_every_gpu_that_has_e4m3(capability):
-    """Halves are made in the registers whose product is taken: keys and values are not stored."""
+    """Keys and values become halves in the threads whose operands they are: no halves of theirs move
+    through shared memory."""
     program = f"""
         import extras.baselines as baselines
         baselines._attend_e4m3_kernel = Compile("_attend_e4m3_kernel", baselines)
@@ -661,6 +662,8 @@ def test_kernel_attend_e4m3_compiles_for_every_gpu_that_has_e4m3(capability):
             ptx = kernel.asm["ptx"]
             assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
             assert "cvt.rn.f16x2.e4m3x2" in ptx and "mma.sync" in ptx
+            moves = r"(local_alloc|local_load|convert_layout) .*<(64x128|128x64)xf16"
+            assert not re.search(moves, kernel.asm["ttgir"])
             if {capability} >= 90:
                 before, after = ptx.split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl
