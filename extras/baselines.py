@@ -4,8 +4,9 @@
     python calibrate.py fit --method palu   and so is how its artifact is fitted
 
 Methods: StreamingLLM, H2O, SnapKV, a random row, Quest, SALS as deployed, Double Sparsity, FP8,
-TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Letters and shapes are those of
-compress.py: B rows, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim.
+TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Kernels are those of kernels.py;
+FP8 alone has one of its own, attend_e4m3. Letters and shapes are those of compress.py: B rows, S
+tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim.
 """
 
 from collections.abc import Callable
@@ -1056,7 +1057,8 @@ def attend_e4m3_reference(
 # Halves (fp16) hold every number of e4m3 exactly, and one instruction makes two of them. What takes
 # time is to move halves between threads. So words are loaded in an order in which each becomes
 # halves in the very thread whose operands of the tensor cores they are. Channels of the products
-# then have an order that follows from it: _key_channels, _value_channels.
+# then have an order that follows from it: _key_channels, _value_channels. (triton 3.6 keeps it so.
+# triton 3.9 moves the halves of keys through shared memory all the same.)
 
 
 @jit

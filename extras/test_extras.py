@@ -642,8 +642,8 @@ def test_kernel_attend_e4m3_does_what_torch_compile_is_told():
 
 @pytest.mark.parametrize("capability", [89, 90])
 def test_kernel_attend_e4m3_compiles_for_every_gpu_that_has_e4m3(capability):
-    """Keys and values become halves in the threads whose operands they are: no halves of theirs move
-    through shared memory."""
+    """Values become halves in the threads whose operands they are: no halves of theirs move through
+    shared memory. With triton 3.6, which GPUs ran, none of keys do."""
     program = f"""
         import extras.baselines as baselines
         baselines._attend_e4m3_kernel = Compile("_attend_e4m3_kernel", baselines)
@@ -662,8 +662,12 @@ def test_kernel_attend_e4m3_compiles_for_every_gpu_that_has_e4m3(capability):
             ptx = kernel.asm["ptx"]
             assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
             assert "cvt.rn.f16x2.e4m3x2" in ptx and "mma.sync" in ptx
-            moves = r"(local_alloc|local_load|convert_layout) .*<(64x128|128x64)xf16"
-            assert not re.search(moves, kernel.asm["ttgir"])
+            tiles = ["128x64"]
+            if kernels.triton.__version__.startswith("3.6."):
+                tiles.append("64x128")
+            for tile in tiles:
+                moves = "(local_alloc|local_load|convert_layout) .*<" + tile + "xf16"
+                assert not re.search(moves, kernel.asm["ttgir"]), tile
             if {capability} >= 90:
                 before, after = ptx.split("griddepcontrol.wait")  # one
                 assert kernel.metadata.launch_pdl
