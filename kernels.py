@@ -2293,17 +2293,15 @@ def as_words(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------- attention: plain K and V
 # A flash-decode over keys and values as they are: all tokens, or those of an index, and exact
-# tokens besides. The same kernel reads numbers in e4m3 with one scale a head. It needs the shared
-# block of the kernels that attend, where attend_plain_reference is, too.
+# tokens besides. It needs the shared block of the kernels that attend, where attend_plain_reference
+# is, too.
 
 
 @jit
 def _attend_plain_kernel(
     q_ptr,  # [B, Hq, D] of the model's dtype
-    k_ptr,  # [B, Hkv, S, D] of q's dtype, or e4m3
-    v_ptr,  # [B, Hkv, S, DV] of the same
-    k_scale_ptr,  # [B, Hkv] fp32, of e4m3; else None
-    v_scale_ptr,  # [B, Hkv] fp32, or None
+    k_ptr,  # [B, Hkv, S, D] of q's dtype
+    v_ptr,  # [B, Hkv, S, DV] of q's dtype
     index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
     exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
     exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
@@ -2381,11 +2379,6 @@ def _attend_plain_kernel(
                 DV,
                 T,
             )
-    if k_scale_ptr is not None:
-        k_scale = tl.load(k_scale_ptr + b * Hkv + h)
-        v_scale = tl.load(v_scale_ptr + b * Hkv + h)
-        scale *= k_scale
-        acc /= v_scale  # what there is comes from exact values
 
     # 3. The stored tokens.
     for tile in tl.range(first, stop, num_stages=STAGES):
@@ -2400,12 +2393,12 @@ def _attend_plain_kernel(
         token = token.to(tl.int64)
         k_vector = b * k_strides[0] + h * k_strides[1] + token * k_strides[2]
         k_at = k_ptr + k_vector[:, None] * D + d[None, :]
-        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(query.dtype)
+        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
 
         v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
         v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
-        v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0).to(query.dtype)
+        v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0)
         logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
         weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
@@ -2416,8 +2409,6 @@ def _attend_plain_kernel(
         m = m_new
 
     # 4. The result, or this split's part of it.
-    if k_scale_ptr is not None:
-        acc *= v_scale
     _store_split(
         m_ptr,
         l_ptr,
@@ -2450,30 +2441,20 @@ def launch_attend_plain(
     index: Tensor | None,
     exact: Sequence[Tensor],
     scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token of each row over plain K and V: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    k [B, Hkv, S, D], v [B, Hkv, S, DV]: views (check_store) of q's dtype, or in e4m3 with a scale
-    of each head [B, Hkv] fp32. index [B, n], [B, Hkv, n] or [B, Hq, n] int32: the tokens that are
-    attended, -1 for none; None: all up to pos [B] int32. exact: (), or keys and values
-    [B, z, Hkv, *] that are attended besides, without an index in the place of the z last tokens;
-    their slots fill from the left."""
+    k [B, Hkv, S, D], v [B, Hkv, S, DV]: views (check_store) of q's dtype. index [B, n],
+    [B, Hkv, n] or [B, Hq, n] int32: the tokens that are attended, -1 for none; None: all up to pos
+    [B] int32. exact: (), or keys and values [B, z, Hkv, *] that are attended besides, without an
+    index in the place of the z last tokens; their slots fill from the left."""
     B, Hq, D = q.shape
     _, Hkv, S, DV = v.shape
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    dtype = q.dtype if k_scale is None else torch.float8_e4m3fn
-    k_strides = check_store(B, Hkv, S, keys=(k, dtype, D))
-    v_strides = check_store(B, Hkv, S, values=(v, dtype, DV))
-    need((k_scale is None) == (v_scale is None), "keys and values have scales, or none")
-    check(
-        q=(q, q.dtype, B, Hq, D),
-        pos=(pos, torch.int32, B),
-        k_scale=(k_scale, torch.float32, B, Hkv),
-        v_scale=(v_scale, torch.float32, B, Hkv),
-    )
+    k_strides = check_store(B, Hkv, S, keys=(k, q.dtype, D))
+    v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
+    check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
     chosen = check_index(index, B, Hkv, Hq, S)
     z = check_exact(exact, q, Hkv, DV)
     exact_k, exact_v = exact or (None, None)
@@ -2486,8 +2467,6 @@ def launch_attend_plain(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
         index_ptr=index,
         exact_k_ptr=exact_k,
         exact_v_ptr=exact_v,
@@ -2513,12 +2492,6 @@ def launch_attend_plain(
         **overlapped(q.device),
     )
     return merge_splits(parts, q)
-
-
-def has_e4m3(device: torch.device) -> bool:
-    """Whether kernels read e4m3 on this device: from compute capability 8.9 on, and in the
-    interpreter."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def attend_plain(

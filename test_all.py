@@ -4883,28 +4883,6 @@ def test_kernel_attend_channels_decodes_pairs_where_it_can(dtype, D, DV, bits, e
     assert not kernels.decodes_pairs(q, bits, DV, bits, v_scale[..., 0, 0])  # a scale a vector
 
 
-@pytest.mark.parametrize("tokens", ["all", "KV head"])
-def test_kernel_attend_plain_reads_e4m3(tokens):
-    """Numbers in e4m3 with a scale of each head, against their decoded numbers."""
-    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no e4m3")
-    dtype = DTYPES[1]
-    (q, _, (k,), (v,), _, pos, index, exact, scale), _ = attend_case(
-        dtype, "plain", tokens, 2, 90, 2, 2, 64, 64, 16, 24, (89, 40), written=True
-    )
-    k, v = k.nan_to_num(), v.nan_to_num()
-    k_scale = torch.tensor([[0.5, 0.02], [0.1, 0.03]], device=DEVICE)
-    v_scale = torch.tensor([[0.04, 0.3], [0.2, 0.01]], device=DEVICE)
-    k_codes = (k.float() / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    v_codes = (v.float() / v_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    k = (k_codes.float() * k_scale[..., None, None]).to(dtype)
-    v = (v_codes.float() * v_scale[..., None, None]).to(dtype)
-    given = pos, index, exact, scale
-    truth = kernels.launch_attend_plain(q, k, v, *given)
-    out = kernels.launch_attend_plain(q, k_codes, v_codes, *given, k_scale, v_scale)
-    assert error(out, truth) < 10 * TOLERANCE[dtype]
-
-
 # KV heads, D, tokens a tile, ranks a product, splits.
 TILES = [(2, 96, 16, 64, 1), (2, 128, 64, 32, 3), (1, 64, 32, 16, 5), (1, 160, 16, 64, 20)]
 TILED = [*pairwise(FORMATS, ["all", "query head"], TILES), ("plain", "all", (1, 64, 32, 16, 70))]
@@ -5446,10 +5424,6 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             )[0]
             q, _, _, values, bits, _, index, exact, _ = mixed
             kernels.launch_attend_logits(q, logits, *values, bits, pos, index, exact, 1.0)
-            if overlaps or e4m3:
-                e = zeros(B, H, S, D, dtype=torch.float8_e4m3fn)
-                one = torch.ones(B, H)
-                kernels.launch_attend_plain(q, e, e, pos, None, [], 1.0, one, one)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_shared_latent(zeros(B, H * G, W), zeros(B, 4992, W), pos, DV, **how)
         kernels.launch_append(*test_all.appended(B, 32, D, 128, 192, S, 2, bf16))
@@ -5488,8 +5462,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                     weights = name == "_block_queries_kernel" and touch == "ld.global"
                     assert weights or touch not in before, (name, touch)
     """
-    flags = f"overlaps, e4m3 = {capability >= 90}, {capability >= 89}\n"
-    run_for_hopper(flags, program, capability=capability)
+    run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
 
 # ---- rows of host memory
@@ -5698,8 +5671,6 @@ REFUSED = [  # operation or form of keys, arguments and their changes, the messa
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"k": turned}, "keys must be whole vectors"),
     ("plain", {"v": lambda v: v.half()}, "values must be torch.float32"),
-    ("plain", {"k_scale": lambda _: randn(1, 2)}, "keys must be torch.float8"),
-    ("plain", {"v_scale": lambda _: randn(1, 2)}, "have scales, or none"),
     ("plain", {"exact": other(0, lambda x: x.half())}, "exact keys must be torch.float32"),
     ("plain", {"exact": other(1, lambda x: x[:, 1:])}, "exact values must be"),
     (
