@@ -6,9 +6,10 @@
     python -m extras.tasks score --tasks tasks.jsonl --answers answers.jsonl --csv table.csv
 
 `make` needs the packages that tasks are made of: `pip install --no-deps bfcl-eval` for the tool
-calls, `pip install networkx sympy more-itertools` for code. `run` needs no package and no network, so it can be on another machine, with a GPU. `score`
-needs the packages again, in the versions of `make`, and runs the code that the model wrote, in
-processes with limits of time and memory, but in no sandbox.
+calls, and `pip install networkx sympy more-itertools` for code. `run` needs no package and no
+network, so it can be on another machine, with a GPU. `score` needs the packages again, in the
+versions of `make`, and runs the code that the model wrote, in processes with limits of time and
+memory, but in no sandbox.
 
 Tool calls are cases of the Berkeley Function Calling Leaderboard (its categories simple_python,
 multiple and live_multiple): a request, and the functions to choose from. Functions of other cases
@@ -490,8 +491,8 @@ TESTER_ENVIRONMENT = {
 
 CODE_ABOVE = "Here is a part of the source code of {package}.\n\n"
 CODE_BELOW = """
-Complete the function {name} of {path}. Your answer is begun with its signature and docstring. Go on \
-with its body, and end the code block after it.
+Complete the function {name} of {path}. Your answer is begun with its signature and docstring. Go \
+on with its body, and end the code block after it.
 """
 GAP = "\n# ...\n\n"  # where a file is cut
 LONGEST_DOCSTRING = 40  # lines
@@ -940,8 +941,14 @@ def answer_batch(engine: Engine, tokenizer: Tokenizer, tasks: list[Task]) -> lis
     return answers
 
 
+def answer_text(tokenizer: Tokenizer, task: Task, ids: list[int]) -> str:
+    """The text of an answer. What goes on with an opening keeps the space that it begins with;
+    without an opening a tokenizer may leave it out."""
+    return tokenizer.decode(ids, after=tokenizer.encode_continuation(task.opening))
+
+
 def batches(tasks: list[Task], rows: int) -> Iterator[list[Task]]:
-    """At most `rows` tasks each, of one kind: of one max_new_tokens, and with or without openings."""
+    """At most `rows` tasks each, of one kind: one max_new_tokens, with or without an opening."""
     kinds = {}
     for task in tasks:
         kinds.setdefault((task.max_new_tokens, bool(task.opening)), []).append(task)
@@ -967,7 +974,7 @@ def answer_tasks(
                     method=candidate.label,
                     id=task.id,
                     fingerprint=task.fingerprint(),
-                    text=tokenizer.decode(ids),
+                    text=answer_text(tokenizer, task, ids),
                     n_tokens=len(ids),
                     costs=costs,
                 )
