@@ -497,7 +497,7 @@ on with its body, and end the code block after it.
 GAP = "\n# ...\n\n"  # where a file is cut
 LONGEST_DOCSTRING = 40  # lines
 LONGEST_BODY = 15  # lines
-CODE_TOKENS = 384  # that an answer may have; the longest bodies have some 200
+CODE_TOKENS = 384  # that an answer may have; the longest body has 228
 SMALLEST_FILE = 50  # tokens that a file must have room for
 
 
