@@ -8,6 +8,7 @@ import collections
 import contextlib
 import copy
 import csv
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -4305,7 +4306,45 @@ def is_not_called(x):
     """
     y = x * LIMIT
     return y
-'''.lstrip(),
+
+
+def is_long(x):
+    """
+    >>> is_long(1)
+    26
+    >>> is_long(2)
+    27
+    """
+    x -= LIMIT
+BODY
+    return x
+
+
+def is_explained_at_length(x):
+    """
+    >>> is_explained_at_length(1)
+    10
+    >>> is_explained_at_length(2)
+    20
+TEXT
+    """
+    return x * LIMIT
+
+
+def has_a_code_block(x):
+    """
+    ```
+    >>> has_a_code_block(1)
+    10
+    >>> has_a_code_block(2)
+    20
+
+    ```
+    """
+    return x * LIMIT
+'''.lstrip()
+    .replace("BODY", "    x += 1\n" * 35)
+    .replace("TEXT", "    and on\n" * 35),
     "other.py": "\n".join(f"def other_{i}(x):\n    return x * {i}\n\n" for i in range(300)),
     "test_core.py": "def test_nothing():\n    assert clip",
     "__init__.py": "from .core import clip, twice_clipped\n",
@@ -4388,7 +4427,7 @@ def test_the_leaderboards_checker_scores_tool_calls():
     pytest.importorskip("bfcl_eval")
     for category, case in itertools.product(tasks.CATEGORIES, range(0, 200, 10)):
         case = tasks.bfcl_cases(category)[case]
-        task = tasks.Task(case.id, category, case.messages, [1], 1, vars(case.scoring))
+        task = tasks.Task(case.id, category, case.messages, "", [1], 1, vars(case.scoring))
         right = tasks.right_answer(case.scoring)
         assert tasks.score_tools(task, right).is_right, case.id
 
@@ -4422,7 +4461,7 @@ def test_tools_of_other_cases_fill_the_prompt(chat_nano):
     assert collections.Counter(task.category for task in made) == counts
     places = []  # of the right functions
     for task in made:
-        assert 1900 < len(task.ids) <= 2010
+        assert 1900 < len(task.ids) <= 2010 and task.opening == ""
         assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
         system, *rest = task.messages
         assert system["role"] == "system" and rest[-1]["role"] == "user"
@@ -4468,69 +4507,103 @@ def test_functions_with_examples_that_need_their_file_become_tasks(toy_package, 
         tasks.code_tasks(writer, ["no_package"], 1)
 
 
+CLIP_OPENING = '''```python
+def clip(x):
+    """A number, but at most the limit.
+
+    >>> clip(3)
+    3
+    >>> clip(30)
+    10
+
+    Negative numbers stay:
+
+    That is all.
+    """
+'''
+
+
+def test_the_answer_is_begun_with_all_above_the_body(toy_package, chat_nano):
+    tokenizer = load_tokenizer(chat_nano)
+    task = toy_task(toy_package, chat_nano)
+    assert task.opening == CLIP_OPENING
+    opening = tokenizer.encode_continuation(task.opening)
+    assert task.ids[-len(opening) :] == opening
+    assert task.ids[: -len(opening)] == generate.encode_chat(tokenizer, task.messages)
+    twice = toy_task(toy_package, chat_nano, "twice_clipped")
+    assert twice.opening.startswith("```python\n@doubled\ndef twice_clipped(x):\n")
+    assert ">>> twice_clipped(3)" in twice.opening and "(30)" not in twice.opening
+
+
 def test_the_body_and_half_of_the_examples_are_not_in_the_prompt(toy_package, chat_nano):
-    for length in (240, 600, 1500):
+    for length in (250, 600, 1500):
         task = toy_task(toy_package, chat_nano, length=length)
         assert length - 60 < len(task.ids) <= length + 10, length
-        assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
         (message,) = task.messages
         text = message["content"]
-        above, below = text.split("Complete this function of toy_numbers/core.py.")
-        assert "secret" not in text and ">>> clip(-5)" not in text and ">>> clip(11)" not in text
-        assert "def clip(x):" not in above
-        for shown in ("def clip(x):", ">>> clip(3)\n    3\n", ">>> clip(30)", "Negative numbers"):
-            assert shown in below
-        assert "That is all." in below and '"""\n    # the body is missing' in below
+        for hidden in ("secret", ">>> clip(-5)", ">>> clip(11)"):
+            assert hidden not in text + task.opening
+        # The head of the function is in the opening alone.
+        assert "def clip(x):" not in text and ">>> clip(3)" not in text
+        assert "Complete the function clip of toy_numbers/core.py." in text
         # What the body needs is there even where little else is.
-        assert "LIMIT = 10" in above
-        assert ("def unused" in above) == (length > 240)
-        assert ("def other_3(" in above) == (length > 240)
+        assert "LIMIT = 10" in text
+        assert ("def unused" in text) == (length > 250)
+        assert ("def other_3(" in text) == (length > 250)
         assert "test_nothing" not in text
     assert toy_task(toy_package, chat_nano, length=100) is None
     examples = task.scoring["docstring"]
     assert "clip(-5)" in examples and "clip(11)" in examples
 
 
+CLIP_BODY = "    return min(x, LIMIT)\n"
+
+
 def test_code_is_right_where_all_examples_pass(toy_package, chat_nano):
     task = toy_task(toy_package, chat_nano)
-    right = "def clip(x):\n    return min(x, LIMIT)"
+    true_body = "    if x > LIMIT:\n        x = LIMIT  # the secret of the body\n    return x"
+    assert "".join(f"{line}\n" for line in toy_functions(toy_package)["clip"].body) == (
+        f"{true_body}\n"
+    )
     for text in (
-        right,
-        f"Sure:\n```python\n{right}\n```\nThis takes the smaller one.",
-        f"```\n{right}",  # the end is cut
-        f"```\npip install x\n```\n```python\n{right}\n```",
-        "```python\nimport math\n\ndef helper(x):\n    return math.floor(min(x, LIMIT))\n\n"
-        "def clip(x):\n    return helper(x)\n\nprint(clip(1))\n```",
-        f"@unknown\n{right}",
+        true_body,
+        CLIP_BODY,
+        f"{CLIP_BODY}```\nThis takes the smaller one:\n```\nclip(\n```",
+        f"{CLIP_BODY}\nThis takes the smaller one.",
+        f"{CLIP_BODY}\n\ndef cut(x):\n    return min(x, max(",  # it was too long
+        "    import math\n\n    return helper(x)\n\n\nfrom math import floor\n\n\n"
+        "def helper(x):\n    return floor(min(x, LIMIT))\n\n\nprint(clip(1))\n```",
+        f"    return None\n\n\n@unknown\ndef clip(x):\n{CLIP_BODY}```",
     ):
         assert tasks.score_code(task, text) == tasks.Verdict(True), text
+    after = "\n\ndef after(x="
     for text, reason in (
-        ("", "no such function"),
-        ("def other(x):\n    return x", "no such function"),
-        ("```python\ndef clip(x:\n```", "no such function"),
-        ("def clip(x):\n    return x", "2 of 4 examples fail"),
-        ("def clip(x):\n    return None", "4 of 4 examples fail"),
-        ("def clip(x):\n    print('RESULT 0 of 4'); import os; os._exit(0)", "exit code 0"),
-        ("def clip(x):\n    import sys; sys.exit(3)", "4 of 4 examples fail"),
-        ("def clip(x, y=__import__('sys').exit(3)):\n    return x", "exit code 3"),
-        ("def clip(x, y=missing):\n    return x", "exit code 1: NameError"),
-        ("def clip(x):\n    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
+        ("", "4 of 4 examples fail"),
+        ("```", "4 of 4 examples fail"),
+        ("return min(x, LIMIT)", "4 of 4 examples fail"),
+        (f"```\n```python\ndef clip(x):\n{CLIP_BODY}```", "4 of 4 examples fail"),
+        ("    return x", "2 of 4 examples fail"),
+        ("    return min(abs(x), LIMIT)", "1 of 4 examples fail"),  # one that is hidden
+        ("    return None", "4 of 4 examples fail"),
+        ("    print('RESULT 0 of 4'); import os; os._exit(0)", "exit code 0"),
+        ("    import sys; sys.exit(3)", "4 of 4 examples fail"),
+        (f"{CLIP_BODY}{after}__import__('sys').exit(3)):\n    return x", "exit code 3"),
+        (f"{CLIP_BODY}{after}missing):\n    return x", "exit code 1: NameError"),
+        ("    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
     ):
         verdict = tasks.score_code(task, text)
         assert not verdict.is_right and verdict.reason.startswith(reason), (text, verdict)
-    # Decorators are those of the package, whatever the answer has.
     twice = toy_task(toy_package, chat_nano, "twice_clipped")
-    for above in ("", "@doubled\n"):
-        assert tasks.score_code(twice, f"{above}def twice_clipped(x):\n    return min(x, LIMIT)")[0]
+    assert tasks.score_code(twice, CLIP_BODY).is_right  # it is doubled once
     task.scoring["source_hash"] = "0"
     with pytest.raises(UserError, match="toy_numbers.core: the tasks were made with toy_numbers"):
-        tasks.score_code(task, right)
+        tasks.score_code(task, CLIP_BODY)
 
 
 def test_code_that_does_not_end_is_stopped(toy_package, chat_nano):
     task = toy_task(toy_package, chat_nano)
     started = time.time()
-    verdict = tasks.score_code(task, "def clip(x):\n    while True:\n        pass", time_limit=1)
+    verdict = tasks.score_code(task, "    while True:\n        pass", time_limit=1)
     assert verdict == tasks.Verdict(False, "no end after 1 s")
     assert time.time() - started < tasks.TIME_LIMIT / 2
 
@@ -4565,7 +4638,8 @@ def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, m
     llm = generate.LLM(chat_nano, device="cpu")
     for task in toy_tasks:
         output = llm.generate(task.ids, task.max_new_tokens)
-        assert dense[task.id].text == output.text.split("```")[0], task.id
+        text = tasks.answer_text(llm.tokenizer, task, output.token_ids)
+        assert dense[task.id].text == text.split("```")[0], task.id
         assert dense[task.id].n_tokens <= task.max_new_tokens
 
     # What is there is not made again; half a line is.
@@ -4588,14 +4662,14 @@ def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, m
     assert asked == [["task 0"]] * 2
 
 
-def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
-    tokenizer = load_tokenizer(chat_nano)
+def scripted_answers(monkeypatch, folder, batch, written):
+    """What answer_batch takes of these texts, where the model writes them."""
+    tokenizer = load_tokenizer(folder)
     engine = test_all.fitted_engine(NANO, "dense", 3, 900)
-    written = ["```python\nx\n```\nmore text of it", "no code at all, to the end of it"]
     scripts = [tokenizer.encode_continuation(text) for text in written]
 
     def decode(engine, most, stops, stride, rows):
-        assert rows == 2
+        assert rows == len(scripts)
         for row, script in enumerate(scripts):
             for n in range(1, len(script) + 1):
                 is_stop = stops(script[:n])
@@ -4604,15 +4678,30 @@ def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
                     break
 
     monkeypatch.setattr(tasks, "decode_tokens", decode)
-    answers = tasks.answer_batch(engine, tokenizer, toy_tasks[:2])
-    first, second = (tokenizer.decode(ids) for ids in answers)
-    assert first.startswith("```python\nx\n```") and "text" not in first
-    assert second == written[1]
+    made = tasks.answer_batch(engine, tokenizer, batch)
+    return [tasks.answer_text(tokenizer, *pair) for pair in zip(batch, made, strict=True)]
+
+
+def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
+    """The opening of code has begun the block. Without an opening the answer begins it."""
+    for opening, block in ((CLIP_OPENING, "    x\n```"), ("", "```json\nx\n```")):
+        batch = [dataclasses.replace(task, opening=opening) for task in toy_tasks[:2]]
+        # What goes on with an opening keeps its indentation.
+        written = [f"{block}\nmore text of it", "no code at all, to the end of it"]
+        first, second = scripted_answers(monkeypatch, chat_nano, batch, written)
+        assert first.startswith(block) and "text" not in first
+        assert second == written[1]
+
+
+def test_batches_are_of_one_kind(toy_tasks):
+    toy_tasks[1].opening = ""
+    ids = [[task.id for task in batch] for batch in tasks.batches(toy_tasks, 2)]
+    assert ids == [["task 1"], ["task 0", "task 2"], ["task 3"], ["task 4", "task 5"]]
 
 
 def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    right = "def clip(x):\n    return min(x, LIMIT)"
+    right = CLIP_BODY
     texts = {
         "dense": [right, right, right, "", "", ""],
         "sals": [right, right, "", right, "", ""],
@@ -4637,7 +4726,7 @@ def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypat
     assert "code flips" in out and json.loads(out.splitlines()[-1])["rows"][1]["code"] == 50
     judged = [json.loads(verdict) for verdict in Path("verdicts.jsonl").read_text().splitlines()]
     assert [x["is_right"] for x in judged] == [text == right for x in texts.values() for text in x]
-    assert judged[3]["reason"] == "no such function"
+    assert judged[3]["reason"] == "4 of 4 examples fail"
 
 
 def test_tasks_of_something_else_are_refused(cli, toy_tasks, chat_nano, tmp_path, monkeypatch):
