@@ -583,15 +583,13 @@ def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: flo
 
 
 def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
-    """Whether kernels.py has a kernel for keys and values of these forms. (The forms "fp8", "int8"
-    and "levels" are of stores in extras/baselines.py.)"""
+    """Whether kernels.py has a kernel for keys and values of these forms. (It has none for "fp8",
+    "int8" and "levels", which are forms of stores in extras/baselines.py.)"""
     has_coded_values = values.bits < 16
     if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
         return False
     if keys.kind == "plain":
         return values.kind == "plain" and not has_coded_values
-    if keys.kind == "fp8":
-        return kernels.has_e4m3(q.device)
     if keys.kind == "channels":
         return has_coded_values and index is None
     return keys.kind == "latents"
@@ -611,13 +609,6 @@ def attend_by_kernel(
         return kernels.launch_attend_plain(
             q, keys.vectors, values.vectors, pos, index, exact, scale
         )
-
-    if keys.kind == "fp8":
-        k_scale = keys.scale[..., 0]  # one scale a head, [B, Hkv]
-        v_scale = values.scale[..., 0]
-        k = keys.vectors.view(torch.float8_e4m3fn)  # stored as bytes
-        v = values.vectors.view(torch.float8_e4m3fn)
-        return kernels.launch_attend_plain(q, k, v, pos, index, exact, scale, k_scale, v_scale)
 
     v_scale = values.scale if values.bits < 16 else None
     if keys.kind == "channels":  # KIVI's
@@ -1396,11 +1387,17 @@ class SalsSettings:
     variant: str = setting(
         "ours", "the published step and settings, or what is better on real models", VARIANTS
     )
-    rank: float = setting(0.0, "r / (Hkv*D), of latents; 0: 1/2, narrow 5/8", within="[0, 1]")
-    score_rank: float = setting(
-        0.0, "r*/r, dims that scoring reads; 0: 1/4, but >= 32 dims", within="[0, 1]"
+    rank: float = setting(
+        0.0,
+        "r / (Hkv*D), of latents; 0: 1/2, at most 1024 dims, and 5/8 if Hkv*D < 256",
+        within="[0, 1]",
     )
-    bits: int = setting(0, "bits of a value code; 0: 2, narrow 4", (0, 2, 4))
+    score_rank: float = setting(
+        0.0,
+        "r*/r, dims that scoring reads; 0: 1/4, at most Hkv*D/8 dims and at least 32",
+        within="[0, 1]",
+    )
+    bits: int = setting(0, "bits of a value's code; 0: 2, and 4 if Hkv*D < 256", (0, 2, 4))
     sinks: int = setting(4, "x: first tokens that are always attended")
     critical: int = setting(444, "y: tokens selected by score, at each step and layer")
     recent: int = setting(

@@ -311,7 +311,7 @@ def check_memory(
 
 
 def import_hopper(device: torch.device) -> ModuleType | None:
-    """extras/hopper.py, which registers its faster functions with kernels.py; None if the device is
+    """extras/hopper.py, which registers its faster function with kernels.py; None if the device is
     no Hopper GPU, or there is no such file."""
     if kernels.nvidia_generation(device) != 9:
         return None

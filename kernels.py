@@ -2293,17 +2293,15 @@ def as_words(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 # ------------------------------------------------------------------------- attention: plain K and V
 # A flash-decode over keys and values as they are: all tokens, or those of an index, and exact
-# tokens besides. The same kernel reads numbers in e4m3 with one scale a head. It needs the shared
-# block of the kernels that attend, where attend_plain_reference is, too.
+# tokens besides. It needs the shared block of the kernels that attend, where attend_plain_reference
+# is, too.
 
 
 @jit
 def _attend_plain_kernel(
     q_ptr,  # [B, Hq, D] of the model's dtype
-    k_ptr,  # [B, Hkv, S, D] of q's dtype, or e4m3
-    v_ptr,  # [B, Hkv, S, DV] of the same
-    k_scale_ptr,  # [B, Hkv] fp32, of e4m3; else None
-    v_scale_ptr,  # [B, Hkv] fp32, or None
+    k_ptr,  # [B, Hkv, S, D] of q's dtype
+    v_ptr,  # [B, Hkv, S, DV] of q's dtype
     index_ptr,  # [B, sets, n] int32, -1: no token; None: all tokens that are not exact
     exact_k_ptr,  # [B, z, Hkv, D] of q's dtype, after RoPE; None: there are none
     exact_v_ptr,  # [B, z, Hkv, DV] of q's dtype, or None
@@ -2381,11 +2379,6 @@ def _attend_plain_kernel(
                 DV,
                 T,
             )
-    if k_scale_ptr is not None:
-        k_scale = tl.load(k_scale_ptr + b * Hkv + h)
-        v_scale = tl.load(v_scale_ptr + b * Hkv + h)
-        scale *= k_scale
-        acc /= v_scale  # what there is comes from exact values
 
     # 3. The stored tokens.
     for tile in tl.range(first, stop, num_stages=STAGES):
@@ -2400,12 +2393,12 @@ def _attend_plain_kernel(
         token = token.to(tl.int64)
         k_vector = b * k_strides[0] + h * k_strides[1] + token * k_strides[2]
         k_at = k_ptr + k_vector[:, None] * D + d[None, :]
-        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0).to(query.dtype)
+        k = tl.load(k_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
 
         v_vector = b * v_strides[0] + h * v_strides[1] + token * v_strides[2]
         v_at = v_ptr + v_vector[:, None] * DV + channel[None, :]
-        v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0).to(query.dtype)
+        v = tl.load(v_at, mask=live[:, None] & (channel < DV)[None, :], other=0.0)
         logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
         weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
@@ -2416,8 +2409,6 @@ def _attend_plain_kernel(
         m = m_new
 
     # 4. The result, or this split's part of it.
-    if k_scale_ptr is not None:
-        acc *= v_scale
     _store_split(
         m_ptr,
         l_ptr,
@@ -2450,30 +2441,20 @@ def launch_attend_plain(
     index: Tensor | None,
     exact: Sequence[Tensor],
     scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token of each row over plain K and V: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    k [B, Hkv, S, D], v [B, Hkv, S, DV]: views (check_store) of q's dtype, or in e4m3 with a scale
-    of each head [B, Hkv] fp32. index [B, n], [B, Hkv, n] or [B, Hq, n] int32: the tokens that are
-    attended, -1 for none; None: all up to pos [B] int32. exact: (), or keys and values
-    [B, z, Hkv, *] that are attended besides, without an index in the place of the z last tokens;
-    their slots fill from the left."""
+    k [B, Hkv, S, D], v [B, Hkv, S, DV]: views (check_store) of q's dtype. index [B, n],
+    [B, Hkv, n] or [B, Hq, n] int32: the tokens that are attended, -1 for none; None: all up to pos
+    [B] int32. exact: (), or keys and values [B, z, Hkv, *] that are attended besides, without an
+    index in the place of the z last tokens; their slots fill from the left."""
     B, Hq, D = q.shape
     _, Hkv, S, DV = v.shape
     need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
-    dtype = q.dtype if k_scale is None else torch.float8_e4m3fn
-    k_strides = check_store(B, Hkv, S, keys=(k, dtype, D))
-    v_strides = check_store(B, Hkv, S, values=(v, dtype, DV))
-    need((k_scale is None) == (v_scale is None), "keys and values have scales, or none")
-    check(
-        q=(q, q.dtype, B, Hq, D),
-        pos=(pos, torch.int32, B),
-        k_scale=(k_scale, torch.float32, B, Hkv),
-        v_scale=(v_scale, torch.float32, B, Hkv),
-    )
+    k_strides = check_store(B, Hkv, S, keys=(k, q.dtype, D))
+    v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
+    check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
     chosen = check_index(index, B, Hkv, Hq, S)
     z = check_exact(exact, q, Hkv, DV)
     exact_k, exact_v = exact or (None, None)
@@ -2486,8 +2467,6 @@ def launch_attend_plain(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_scale_ptr=k_scale,
-        v_scale_ptr=v_scale,
         index_ptr=index,
         exact_k_ptr=exact_k,
         exact_v_ptr=exact_v,
@@ -2513,12 +2492,6 @@ def launch_attend_plain(
         **overlapped(q.device),
     )
     return merge_splits(parts, q)
-
-
-def has_e4m3(device: torch.device) -> bool:
-    """Whether kernels read e4m3 on this device: from compute capability 8.9 on, and in the
-    interpreter."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def attend_plain(
@@ -3266,9 +3239,330 @@ def _attend_channels_kernel(
     )
 
 
-# Another function that does what launch_attend_channels does, which it asks first; it returns None
-# where it is not faster. extras/hopper.py sets it when it is imported.
-faster_attend_channels = None
+# ---- two codes at once, as halves
+# The same for 4-bit codes of 128 channels, in a model in bf16. What bounds the kernel is decoding,
+# and numbers in fp16 take fewer instructions than those in fp32, since two of them are the halves
+# of a word: a shift brings two codes to the tops of two mantissas, a mask leaves only them, and one
+# FMA scales both and adds their minima.
+#
+# A thread decodes the words whose codes tensor cores want of it, so that no tile has to move
+# between threads. The channels of these codes are not in line. So decoded tiles have channels in an
+# order of their own (_columns_in_pairs, _rows_in_pairs): queries are loaded in that of the keys,
+# and the result is stored in that of the values. Of a channel,
+#
+#     plane * 64 + word * 4 + byte    codes are in that byte of that word, in its lower four bits
+#                                     (plane 0) or its upper ones (plane 1)
+#
+# and a shape in a comment says which part of which number each axis is.
+
+
+def decodes_pairs(q: Tensor, k_bits: int, DV: int, bits: int, v_scale: Tensor) -> bool:
+    """Whether codes are decoded as halves. These are too coarse for a model in fp16."""
+    is_wide = q.shape[2] == DV == 128
+    return q.dtype == torch.bfloat16 and is_wide and k_bits == bits == 4 and v_scale.ndim == 5
+
+
+@jit
+def _word_of_halves(lower, upper):
+    """Two numbers as the halves of a word."""
+    lower = lower.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    upper = upper.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return lower | (upper << 16)
+
+
+@jit
+def _swap_halves(first, second):
+    """The lower halves of two words in one word, and their upper halves in another."""
+    if _has_ptx():
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
+            "=&r,=&r,r,r",
+            [first, second],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
+
+
+@jit
+def _pair_steps(first, second):
+    """Two words (minimum, scale) as _decode_pairs takes them: a word of minimum - step of both, and
+    one of step = 16 scale. Sixteen is what the 1 of a mantissa stands for."""
+    if _has_ptx():
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 sixteen; mov.b32 sixteen, 0x4C004C00;
+            prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
+            mul.rn.f16x2 $1, $1, sixteen; sub.rn.f16x2 $0, $0, $1; }""",
+            "=&r,=&r,r,r",
+            [first, second],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        step = _half_at(first, 16) * 16
+        other_step = _half_at(second, 16) * 16
+        low = _word_of_halves(_half_at(first, 0) - step, _half_at(second, 0) - other_step)
+        return low, _word_of_halves(step, other_step)
+
+
+@constexpr_function
+def _pairs_ptx():
+    """PTX of _decode_pairs: $0 .. $7 are the numbers, $8 is the word, $9 .. $12 are low0 .. low3,
+    and $13 .. $16 step0 .. step3. 0x3C00 is 1.0, and 0x03C0 the first four bits of its mantissa, in
+    which a code reads 1 + code / 16."""
+    ptx = ""
+    shifts = ["shl.b32 x, $8, 6", "shl.b32 x, $8, 2", "shr.u32 x, $8, 2", "shr.u32 x, $8, 6"]
+    for i, shift in enumerate(shifts):
+        ptx += f"""{shift}; lop3.b32 x, x, 0x03C003C0, 0x3C003C00, 0xEA;
+            fma.rn.f16x2 x, x, ${13 + i}, ${9 + i};
+            mov.b32 {{${2 * i}, ${2 * i + 1}}}, x;"""
+    return "{ .reg .b32 x; " + ptx + " }"
+
+
+@jit
+def _decode_pair(words, low, step, N: tl.constexpr):
+    """The N-th pair of _decode_pairs in the interpreter, [.., half]."""
+    lower = 1.0 + ((words >> (4 * N)) & 15).to(tl.float32) / 16
+    upper = 1.0 + ((words >> (16 + 4 * N)) & 15).to(tl.float32) / 16
+    lower = lower * _half_at(step, 0) + _half_at(low, 0)
+    upper = upper * _half_at(step, 16) + _half_at(low, 16)
+    return tl.join(lower, upper).to(tl.float16)
+
+
+@jit
+def _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3):
+    """The eight codes of each word as fp16 numbers [.., half, plane, byte % 2]. Pair N are the N-th
+    four bits of both halves, those of plane N % 2 and byte N // 2 of a half; lowN and stepN are
+    theirs (_pair_steps)."""
+    if _has_ptx():
+        a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
+            _pairs_ptx(),
+            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r,r,r,r,r,r,r",
+            [words, low0, low1, low2, low3, step0, step1, step2, step3],
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=1,
+        )
+        byte0 = tl.join(tl.join(a0, b0), tl.join(a1, b1))
+        byte1 = tl.join(tl.join(a2, b2), tl.join(a3, b3))
+    else:
+        byte0 = tl.join(_decode_pair(words, low0, step0, 0), _decode_pair(words, low1, step1, 1))
+        byte1 = tl.join(_decode_pair(words, low2, step2, 2), _decode_pair(words, low3, step3, 3))
+    return tl.join(byte0, byte1)
+
+
+@jit
+def _load_keys_in_pairs(words_ptr, pairs_ptr):
+    """A tile's keys [32, 128] fp16 of its words of codes [32, 16] and its group's (minimum, scale)
+    [128]. Columns are (byte % 2, plane, word % 4, word // 4, byte // 2): _columns_in_pairs."""
+    token = tl.arange(0, 32)[:, None]
+    words = tl.load(words_ptr + token * 16 + tl.arange(0, 16)[None, :])
+    words = tl.reshape(words, [32, 4, 4])  # [token, word // 4, word % 4]
+
+    # A word's halves are bytes 0 and 1, and bytes 2 and 3: low and step of pair N are of its plane
+    # N % 2 and of both bytes that are N // 2 in their half.
+    pairs = tl.load(pairs_ptr + tl.arange(0, 128)[None, :])
+    pairs = tl.reshape(pairs, [1, 2, 4, 4, 2, 2])  # [1, plane, word // 4, word % 4, half, byte % 2]
+    lower, upper = tl.split(tl.permute(pairs, (0, 2, 3, 5, 1, 4)))
+    low, step = _pair_steps(lower, upper)  # [1, word // 4, word % 4, byte % 2, plane]
+    low_plane0, low_plane1 = tl.split(low)
+    step_plane0, step_plane1 = tl.split(step)
+    low0, low2 = tl.split(low_plane0)
+    low1, low3 = tl.split(low_plane1)
+    step0, step2 = tl.split(step_plane0)
+    step1, step3 = tl.split(step_plane1)
+
+    # [token, word // 4, word % 4, half, plane, byte % 2]
+    k = _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3)
+    return tl.reshape(tl.permute(k, (0, 5, 4, 2, 1, 3)), [32, 128])
+
+
+@jit
+def _columns_in_pairs():
+    """The channel of each column of _load_keys_in_pairs."""
+    column = tl.arange(0, 128)
+    word = column // 2 % 4 * 4 + column // 8 % 4
+    byte = column % 2 * 2 + column // 64
+    return column // 32 % 2 * 64 + word * 4 + byte
+
+
+@jit
+def _load_values_in_pairs(words_ptr, pairs_ptr, stride, last):
+    """A tile's values, transposed, [128, 32] fp16, of words of codes [.., 16] and (minimum, scale)
+    of a vector's groups [.., 4]; vectors lie `stride` apart. Tokens past the last one read that
+    one: their store may end there, or have NaN, which shows even without a weight. Rows are
+    (byte, plane, word % 2, word // 4, word // 2 % 2): _rows_in_pairs."""
+    # Words of two neighbouring tokens, in places (x, y). A thread has the places of one x % 4 and
+    # one y // 2, which are the tokens and rows that tensor cores want of it.
+    x = tl.arange(0, 16)[:, None]
+    y = tl.arange(0, 16)[None, :]
+    token = 2 * (y // 2 % 4 + x // 4 * 4)
+    word = y % 2 + y // 8 * 2 + x % 4 * 4
+    even = tl.load(words_ptr + tl.minimum(token, last) * stride * 16 + word)
+    odd = tl.load(words_ptr + tl.minimum(token + 1, last) * stride * 16 + word)
+
+    # So that a pair is a channel of both tokens: bytes 0 and 1 of both, and bytes 2 and 3.
+    front, back = _swap_halves(even, odd)
+    # [x // 4, x // 2 % 2, x % 2, y // 8, y // 2 % 4, y % 2]
+    front = tl.reshape(front, [4, 2, 2, 2, 4, 2])
+    back = tl.reshape(back, [4, 2, 2, 2, 4, 2])
+
+    # Low and step of a plane. A group, of 32 channels, is half of a plane: word // 8 = x // 2 % 2.
+    token = tl.minimum(tl.arange(0, 32), last)[:, None] * stride
+    pairs = tl.load(pairs_ptr + token * 4 + tl.arange(0, 4)[None, :])
+    pairs = tl.reshape(pairs, [4, 4, 2, 2, 2])  # [x // 4, y // 2 % 4, token % 2, plane, word // 8]
+    even_pairs, odd_pairs = tl.split(tl.permute(pairs, (0, 4, 1, 3, 2)))
+    low, step = _pair_steps(even_pairs, odd_pairs)  # [x // 4, word // 8, y // 2 % 4, plane]
+    low0, low1 = tl.split(low)
+    step0, step1 = tl.split(step)
+    low0 = low0[:, :, None, None, :, None]
+    low1 = low1[:, :, None, None, :, None]
+    step0 = step0[:, :, None, None, :, None]
+    step1 = step1[:, :, None, None, :, None]
+
+    # [.., token % 2, plane, byte % 2]; both bytes are of one group
+    front = _decode_pairs(front, low0, step0, low1, step1, low0, step0, low1, step1)
+    back = _decode_pairs(back, low0, step0, low1, step1, low0, step0, low1, step1)
+    v = tl.permute(tl.join(front, back), (9, 8, 7, 5, 1, 2, 3, 0, 4, 6))
+    return tl.reshape(v, [128, 32])
+
+
+@jit
+def _rows_in_pairs():
+    """The channel of each row of _load_values_in_pairs."""
+    row = tl.arange(0, 128)
+    word = row // 8 % 2 + row % 2 * 2 + row // 2 % 4 * 4
+    return row // 16 % 2 * 64 + word * 4 + row // 32
+
+
+@jit
+def _attend_channels_in_pairs_kernel(
+    q_ptr,  # [B, Hq, 128] bf16
+    k_ptr,  # words of codes [B, Hkv, k_tokens, 16] int32
+    k_scale_ptr,  # (minimum, scale) words [B, Hkv, k_tokens / 32, 128] int32
+    v_ptr,  # words of codes [B, Hkv, S, 16] int32
+    v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, 4] int32
+    exact_k_ptr,  # [B, z, Hkv, 128] of q's dtype, after RoPE; None: there are none
+    exact_v_ptr,  # [B, z, Hkv, 128] of q's dtype, or None
+    pos_ptr,  # [B] int32
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, 128] fp32; of one split the result [B, Hq, 128] of q's dtype
+    v_strides,  # vectors between two rows of the batch, two KV heads and two tokens
+    k_tokens,  # of the keys' store, whole groups
+    S,  # tokens of the values' store
+    z,  # exact slots
+    scale,  # with log2(e)
+    G: tl.constexpr,  # queries of a KV head
+    GP: tl.constexpr,  # padded
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = softmax(scale q K^T) V, as _attend_channels_kernel does it, in one warp."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    Hkv = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    first_head = (b * Hkv + h) * G
+    pos = tl.load(pos_ptr + b)
+    D: tl.constexpr = 128
+    T: tl.constexpr = 32  # tokens of a tile: a group
+    k_channel = _columns_in_pairs()
+    channel = _rows_in_pairs()
+
+    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    length = tl.minimum(tl.maximum(pos + 1 - z, 0), S)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+
+    # 2. The queries, in the order of decoded keys; a softmax of the exact tokens, or of nothing.
+    query = _load_queries(q_ptr + first_head * D, k_channel, k_channel < D, D, G, GP)
+    query = query.to(tl.float16)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([D, GP], tl.float32)
+    if exact_k_ptr is not None:
+        if split == splits - 1:
+            m, l, acc = _attend_exact(
+                q_ptr + first_head * D,
+                exact_k_ptr,
+                exact_v_ptr,
+                b,
+                h,
+                Hkv,
+                pos,
+                z,
+                scale,
+                m,
+                l,
+                acc,
+                channel,
+                channel < D,
+                G,
+                GP,
+                D,
+                D,
+                T,
+            )
+
+    # 3. The coded tokens. Keys past the last one are decoded, too: their store has whole groups,
+    # and their logits are masked.
+    first_k = (b * Hkv + h) * k_tokens
+    first_v = b * v_strides[0] + h * v_strides[1]
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        k_words_ptr = k_ptr + (first_k + tile * T) * 16
+        k = _load_keys_in_pairs(k_words_ptr, k_scale_ptr + (first_k // T + tile) * D)
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
+        last = length - 1 - tile * T
+        v_vector = first_v + tile * T * v_strides[2]
+        v = _load_values_in_pairs(
+            v_ptr + v_vector * 16, v_scale_ptr + v_vector * 4, v_strides[2], last
+        )
+        live = tl.arange(0, T) <= last
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        acc = acc * shrink[None, :]
+        acc = tl.dot(v, weight.to(tl.float16), acc, input_precision="ieee")
+        m = m_new
+
+    # 4. The result, or this split's part of it.
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        channel,
+        channel < D,
+        G,
+        GP,
+        D,
+    )
+
+
+# ---- the launch of either
 
 
 def empty_attend_channels(
@@ -3320,50 +3614,56 @@ def launch_attend_channels(
     v_words, v_scale_words = as_words(v, v_scale)
     z = check_exact(exact, q, Hkv, values.D)
     exact_k, exact_v = exact or (None, None)
-    if faster_attend_channels is not None:
-        out = faster_attend_channels(q, k, k_scale, v, v_scale, bits, pos, exact, scale)
-        if out is not None:
-            return out
     G = Hq // Hkv
-    config = channels_config(q.dtype)
+    in_pairs = decodes_pairs(q, k_bits, values.D, bits, v_scale)
+    config = channels_config(q.dtype, in_pairs)
     splits = attend_splits(S, B * Hkv, config.programs_a_sm)
     parts = empty_splits(q, splits, values.D)
-    _attend_channels_kernel[splits, Hkv, B](
-        q_ptr=q,
-        k_ptr=k.view(torch.int32),
-        k_scale_ptr=k_scale.view(torch.int32),
-        v_ptr=v_words,
-        v_scale_ptr=v_scale_words,
-        exact_k_ptr=exact_k,
-        exact_v_ptr=exact_v,
-        pos_ptr=pos,
-        m_ptr=parts.m,
-        l_ptr=parts.l,
-        out_ptr=parts.out,
-        v_strides=v_strides,
-        k_tokens=k_tokens,
-        S=S,
-        z=z,
-        scale=scale * LOG2E,
-        G=G,
-        GP=power2(G, 8),  # tensor cores take 8 queries at least
-        D=D,
-        DV=values.D,
-        KEYS=keys,
-        VALUES=values,
-        T=config.tokens,
-        STAGES=config.stages,
-        num_warps=config.warps,
+    arguments = {  # of both kernels
+        "q_ptr": q,
+        "k_ptr": k.view(torch.int32),
+        "k_scale_ptr": k_scale.view(torch.int32),
+        "v_ptr": v_words,
+        "v_scale_ptr": v_scale_words,
+        "exact_k_ptr": exact_k,
+        "exact_v_ptr": exact_v,
+        "pos_ptr": pos,
+        "m_ptr": parts.m,
+        "l_ptr": parts.l,
+        "out_ptr": parts.out,
+        "v_strides": v_strides,
+        "k_tokens": k_tokens,
+        "S": S,
+        "z": z,
+        "scale": scale * LOG2E,
+        "G": G,
+        "GP": power2(G, 8),  # tensor cores take 8 queries at least
+        "STAGES": config.stages,
+        "num_warps": config.warps,
         **overlapped(q.device),
-    )
+    }
+    if in_pairs:
+        _attend_channels_in_pairs_kernel[splits, Hkv, B](
+            **arguments,
+            maxnreg=128,  # of a thread: as many as let 16 programs run on a multiprocessor
+        )
+    else:
+        _attend_channels_kernel[splits, Hkv, B](
+            **arguments,
+            D=D,
+            DV=values.D,
+            KEYS=keys,
+            VALUES=values,
+            T=config.tokens,
+        )
     return merge_splits(parts, q)
 
 
-def channels_config(dtype: torch.dtype) -> TileConfig:
+def channels_config(dtype: torch.dtype, in_pairs: bool) -> TileConfig:
     """One warp decodes a group without waiting for others."""
     if dtype == torch.float32:
         return TileConfig(32, warps=4, stages=2, programs_a_sm=4)
-    return TileConfig(32, warps=1, stages=3, programs_a_sm=8)
+    return TileConfig(32, warps=1, stages=3, programs_a_sm=16 if in_pairs else 8)
 
 
 # ------------------------------------------------ attention: latents that all heads share (EliteKV)

@@ -4201,7 +4201,6 @@ def without_hopper(monkeypatch):
     own."""
     monkeypatch.setattr(generate, "import_hopper", lambda device: None)
     monkeypatch.setattr(kernels, "faster_attend_latents", None)
-    monkeypatch.setattr(kernels, "faster_attend_channels", None)
 
 
 # ---- codes of a token, queries of blocks, scores
@@ -4845,26 +4844,43 @@ def test_kernel_attend_channels_does_as_its_reference(bits):
     close(out, truth, dtype)
 
 
-@pytest.mark.parametrize("tokens", ["all", "KV head"])
-def test_kernel_attend_plain_reads_e4m3(tokens):
-    """Numbers in e4m3 with a scale of each head, against their decoded numbers."""
-    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no e4m3")
-    dtype = DTYPES[1]
-    (q, _, (k,), (v,), _, pos, index, exact, scale), _ = attend_case(
-        dtype, "plain", tokens, 2, 90, 2, 2, 64, 64, 16, 24, (89, 40), written=True
-    )
-    k, v = k.nan_to_num(), v.nan_to_num()
-    k_scale = torch.tensor([[0.5, 0.02], [0.1, 0.03]], device=DEVICE)
-    v_scale = torch.tensor([[0.04, 0.3], [0.2, 0.01]], device=DEVICE)
-    k_codes = (k.float() / k_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    v_codes = (v.float() / v_scale[..., None, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    k = (k_codes.float() * k_scale[..., None, None]).to(dtype)
-    v = (v_codes.float() * v_scale[..., None, None]).to(dtype)
-    given = pos, index, exact, scale
-    truth = kernels.launch_attend_plain(q, k, v, *given)
-    out = kernels.launch_attend_plain(q, k_codes, v_codes, *given, k_scale, v_scale)
-    assert error(out, truth) < 10 * TOLERANCE[dtype]
+PAIRED_SIZES = [  # B, S, Hkv, G, z, pos: rows without a coded token, and that end in and at a tile
+    (3, 130, 2, 4, 24, (129, 64, 3)),
+    (3, 96, 1, 8, 0, (95, 32, 0)),
+    (2, 200, 2, 1, 40, (199, 39)),
+    (2, 70, 1, 12, 6, (69, 37)),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sizes", PAIRED_SIZES)
+@poisoned
+def test_kernel_attend_channels_decodes_pairs_of_codes(monkeypatch, sizes, splits):
+    """4-bit codes of 128 channels as halves, of which the interpreter has those of fp16 only."""
+    monkeypatch.setattr(kernels, "decodes_pairs", lambda *_: True)
+    monkeypatch.setattr(kernels, "_attend_channels_kernel", None)
+    monkeypatch.setattr(kernels, "attend_splits", lambda *_: splits)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    B, S, Hkv, G, z, pos = sizes
+    given, truth = attend_case(dtype, "channels", "all", B, S, Hkv, G, 128, 128, 4, z, pos)
+    close(launch_attend(*given), truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "dtype, D, DV, bits, expected",
+    [
+        (torch.bfloat16, 128, 128, 4, True),
+        (torch.float16, 128, 128, 4, False),
+        (torch.bfloat16, 64, 64, 4, False),
+        (torch.bfloat16, 128, 64, 4, False),
+        (torch.bfloat16, 128, 128, 2, False),
+    ],
+)
+def test_kernel_attend_channels_decodes_pairs_where_it_can(dtype, D, DV, bits, expected):
+    q = torch.zeros(1, 2, D, dtype=dtype)
+    v_scale = torch.zeros(1, 1, 32, DV // 32, 2)
+    assert kernels.decodes_pairs(q, bits, DV, bits, v_scale) == expected
+    assert not kernels.decodes_pairs(q, bits, DV, bits, v_scale[..., 0, 0])  # a scale a vector
 
 
 # KV heads, D, tokens a tile, ranks a product, splits.
@@ -5397,6 +5413,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                 attend("latents", H, G, 16, 0, tokens)
             attend("joint mixed latents", H, G, 4, 80, r=512, dtype=fp32)
             attend("channels", H, G, 4, 80)
+            attend("channels", H, G, 4, 80, dtype=half)
             k = zeros(B, H, S, D)
             for rule in test_all.RULES:
                 kernels.launch_scores(zeros(B, H, G, 64), k, None, pos, 1.0, rule)
@@ -5407,10 +5424,6 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
             )[0]
             q, _, _, values, bits, _, index, exact, _ = mixed
             kernels.launch_attend_logits(q, logits, *values, bits, pos, index, exact, 1.0)
-            if overlaps or e4m3:
-                e = zeros(B, H, S, D, dtype=torch.float8_e4m3fn)
-                one = torch.ones(B, H)
-                kernels.launch_attend_plain(q, e, e, pos, None, [], 1.0, one, one)
             for W, DV in ((576, 512), (512, 448), (100, 60), (2048, 1536)):
                 kernels.attend_shared_latent(zeros(B, H * G, W), zeros(B, 4992, W), pos, DV, **how)
         kernels.launch_append(*test_all.appended(B, 32, D, 128, 192, S, 2, bf16))
@@ -5449,8 +5462,7 @@ def test_operations_compile_for_every_gpu_within_99_kb_of_shared_memory(capabili
                     weights = name == "_block_queries_kernel" and touch == "ld.global"
                     assert weights or touch not in before, (name, touch)
     """
-    flags = f"overlaps, e4m3 = {capability >= 90}, {capability >= 89}\n"
-    run_for_hopper(flags, program, capability=capability)
+    run_for_hopper(f"overlaps = {capability >= 90}\n", program, capability=capability)
 
 
 # ---- rows of host memory
@@ -5659,8 +5671,6 @@ REFUSED = [  # operation or form of keys, arguments and their changes, the messa
     ("plain", {"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
     ("plain", {"k": turned}, "keys must be whole vectors"),
     ("plain", {"v": lambda v: v.half()}, "values must be torch.float32"),
-    ("plain", {"k_scale": lambda _: randn(1, 2)}, "keys must be torch.float8"),
-    ("plain", {"v_scale": lambda _: randn(1, 2)}, "have scales, or none"),
     ("plain", {"exact": other(0, lambda x: x.half())}, "exact keys must be torch.float32"),
     ("plain", {"exact": other(1, lambda x: x[:, 1:])}, "exact values must be"),
     (

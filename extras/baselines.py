@@ -4,8 +4,9 @@
     python calibrate.py fit --method palu   and so is how its artifact is fitted
 
 Methods: StreamingLLM, H2O, SnapKV, a random row, Quest, SALS as deployed, Double Sparsity, FP8,
-TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Letters and shapes are those of
-compress.py: B rows, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim.
+TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Kernels are those of kernels.py;
+FP8 alone has one of its own, attend_e4m3. Letters and shapes are those of compress.py: B rows, S
+tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim.
 """
 
 from collections.abc import Callable
@@ -51,11 +52,28 @@ from compress import (
     setting,
 )
 from kernels import (
+    LOG2E,
+    TileConfig,
+    _has_ptx,
+    _load_queries,
+    _store_split,
+    _wait_for_previous,
     as_fp16,
+    attend_splits,
+    check,
+    check_store,
+    empty_splits,
     gather_rows,
+    jit,
     matmul_codes,
+    merge_splits,
+    need,
+    operator,
+    overlapped,
     pack,
+    power2,
     quantize_int8,
+    tl,
     token_logits,
     unpack,
 )
@@ -775,7 +793,7 @@ def fit_doublesparse(model: Llama, tokens: Tensor) -> tuple:
     return Fitted({"importance": importance.float()}, {"importance of 12.5%": share.mean().item()})
 
 
-# ------------------------------------------------------------------------ keys less their mean, FP8
+# ----------------------------------------------------------------------------- keys less their mean
 
 
 class CentredCache(DenseCache):
@@ -831,6 +849,9 @@ def coded_cache(
     if settings.centre:
         return CentredCache(context, keys, values)
     return DenseCache(context, keys, values)
+
+
+# ---------------------------------------------------------------------------------------------- FP8
 
 
 @dataclass
@@ -933,8 +954,375 @@ class Fp8Store(Int8Store):
         return super().bytes_formula() + self.scale.nbytes
 
 
+def runs_e4m3(context: CacheContext) -> bool:
+    """Whether attend_e4m3 runs: where kernels do, for heads of 128 dims in 16 bits, on a GPU that
+    has e4m3 (from compute capability 8.9 on), or in the interpreter."""
+    is_taken = context.config.head_dim == 128 and context.dtype != torch.float32
+    if not (context.kernel and is_taken):
+        return False
+    device = context.device
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def attend_e4m3(
+    q: Tensor, keys: Fp8Store, values: Fp8Store, pos: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """Attention by the kernel below, over two stores: q [B, Hq, 128] after RoPE -> the same shape.
+    bias [B, Hq, S] or None is added to q . k."""
+    return launch_attend_e4m3(
+        q=q.contiguous(),
+        k=keys.vectors,
+        v=values.vectors,
+        k_scale=keys.scale[..., 0],
+        v_scale=values.scale[..., 0],
+        pos=pos.int(),
+        bias=bias,
+        scale=scale,
+    )
+
+
+class Fp8Cache(DenseCache):
+    """K and V in e4m3."""
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not runs_e4m3(self.context):
+            return super().decode(pos, q, k, v)
+        self.write_token(pos, self.rope(k, pos), v)
+        q = self.rope(q, pos)
+        return attend_e4m3(q, self.keys, self.values, pos, None, self.scale)
+
+
+class CentredFp8Cache(CentredCache):
+    """K less the mean key, and V, in e4m3."""
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not runs_e4m3(self.context):
+            return super().decode(pos, q, k, v)
+        self.write_token(pos, self.rope(k, pos), v)
+        q = self.rope(q, pos)
+        bias = logits_of_mean(q, self.mean, self.context.cos, self.context.sin)
+        return attend_e4m3(q, self.keys, self.values, pos, bias, self.scale)
+
+
+def logits_of_mean(q: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q . RoPE_j(mean) at every position j, which q . k lacks where the mean key is taken off.
+
+    q [B, Hq, D] after RoPE; mean [B, Hkv, D] fp32 before it; cos, sin [S, D/2] -> [B, Hq, S] fp32.
+    A pair of dims gives a cos_j + b sin_j, where a and b are the same for all j: so the mean key
+    need not be rotated S times."""
+    q_first, q_second = q.float().unflatten(1, (mean.shape[1], -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
+    mean_first, mean_second = mean.unsqueeze(2).chunk(2, -1)  # [B, Hkv, 1, D/2]
+    times_cos = (q_first * mean_first + q_second * mean_second).flatten(1, 2)  # [B, Hq, D/2]
+    times_sin = (q_second * mean_first - q_first * mean_second).flatten(1, 2)
+    return times_cos @ cos.mT + times_sin @ sin.mT
+
+
 def fp8_cache(context: CacheContext, settings: Fp8Settings) -> Cache:
-    return coded_cache(context, settings, keys=Fp8Store(context), values=Fp8Store(context))
+    keys = Fp8Store(context)
+    values = Fp8Store(context)
+    if settings.centre:
+        return CentredFp8Cache(context, keys, values)
+    return Fp8Cache(context, keys, values)
+
+
+# --------------------------------------------------------------- attention: keys and values in e4m3
+# A flash-decode over all tokens up to pos: out = softmax(scale (q K^T + bias)) V, where K and V are
+# in e4m3 with one scale a head, and the bias is 0, or what a mean key adds that K lacks.
+# attend_e4m3_reference is the truth. The kernel takes heads of 128 dims, 32 words of four numbers.
+
+
+def attend_e4m3_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    pos: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """What launch_attend_e4m3 gives, in fp32."""
+    Hkv = k.shape[1]
+    keys = k.view(E4M3).float() * k_scale[..., None, None]
+    values = v.view(E4M3).float() * v_scale[..., None, None]
+    logits = q.float().unflatten(1, (Hkv, -1)) @ keys.mT  # [B, Hkv, G, S]
+    if bias is not None:
+        logits = logits + bias.unflatten(1, (Hkv, -1))
+    is_later = torch.arange(k.shape[2], device=pos.device) > pos[:, None, None, None]
+    weights = (logits * scale).masked_fill(is_later, -torch.inf).softmax(-1)
+    return (weights @ values).flatten(1, 2)
+
+
+# ---- words of four numbers
+# Halves (fp16) hold every number of e4m3 exactly, and one instruction makes two of them. What takes
+# time is to move halves between threads. So words are loaded in an order in which each becomes
+# halves in the very thread whose operands of the tensor cores they are. Channels of the products
+# then have an order that follows from it: _key_channels, _value_channels. (triton 3.6 keeps it so.
+# triton 3.9 moves the halves of keys through shared memory all the same.)
+
+
+@jit
+def _halves_at(words, shift):
+    """The byte of words at a shift, in e4m3, as halves."""
+    byte = words >> shift
+    half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)  # sign; exponent and mantissa
+    half = tl.where((byte & 0x7F) == 0x7F, 0x7E00, half)  # NaN
+    return half.to(tl.int16).to(tl.float16, bitcast=True) * 256  # exponents of fp16 have 8 more
+
+
+@jit
+def _decode_words(words):
+    """Words of four numbers in e4m3 as halves [.., 2, 2]: byte 2 j + i at (i, j)."""
+    if _has_ptx():
+        x0, x1, x2, x3 = tl.inline_asm_elementwise(
+            """{ .reg .b16 front, back; .reg .b32 x; mov.b32 {front, back}, $4;
+            cvt.rn.f16x2.e4m3x2 x, front; mov.b32 {$0, $1}, x;
+            cvt.rn.f16x2.e4m3x2 x, back; mov.b32 {$2, $3}, x; }""",
+            "=&h,=&h,=&h,=&h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        x0 = _halves_at(words, 0)
+        x1 = _halves_at(words, 8)
+        x2 = _halves_at(words, 16)
+        x3 = _halves_at(words, 24)
+    return tl.join(tl.join(x0, x1), tl.join(x2, x3))
+
+
+@jit
+def _word_of_bytes(first, second, ORDER: tl.constexpr):
+    """A word of four of two words' bytes: ORDER has a digit of each, the last one's first."""
+    if _has_ptx():
+        return tl.inline_asm_elementwise(
+            f"prmt.b32 $0, $1, $2, {ORDER};",
+            "=r,r,r",
+            [first, second],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = tl.zeros_like(first)
+        for i in tl.static_range(4):
+            n = (ORDER >> (4 * i)) & 7
+            byte = ((first if n < 4 else second) >> (8 * (n % 4))) & 255
+            word = word | (byte << (8 * i))
+        return word
+
+
+@jit
+def _load_keys(words_ptr, stride, last, T: tl.constexpr):
+    """A tile's keys, in halves [T, 128]; their vectors lie `stride` words apart. Columns are
+    (word // 16, word % 4, word // 4 % 4, byte). Tokens past the last one read that one."""
+    # Places (x, y) lie in shared memory, a row x in all its banks. Eight lanes that read at once,
+    # as the operand's layout has them, have the eight y // 4 of a row.
+    x = tl.arange(0, T)[:, None]
+    y = tl.arange(0, 32)[None, :]
+    token = tl.minimum(x // 2 * 2 + y // 16, last)
+    words = tl.load(words_ptr + token * stride + (x % 2 * 16 + y % 16))
+    k = _decode_words(tl.reshape(words, [T // 2, 2, 2, 4, 4]))
+    return tl.reshape(tl.permute(k, (0, 2, 1, 4, 3, 6, 5)), [T, 128])
+
+
+@jit
+def _key_channels():
+    """The channel of each column of _load_keys."""
+    column = tl.arange(0, 128)
+    word = column // 64 * 16 + column // 4 % 4 * 4 + column // 16 % 4
+    return word * 4 + column % 4
+
+
+@jit
+def _load_values(words_ptr, stride, last, T: tl.constexpr):
+    """A tile's values, in halves, transposed, [128, T], where _load_keys has keys. Rows are
+    (byte // 2, word % 4, byte % 2, word // 4)."""
+    # A place (x, y) has the words of two neighbouring tokens.
+    x = tl.arange(0, T // 2)[:, None]
+    y = tl.arange(0, 32)[None, :]
+    token = x // 8 * 16 + y // 4 % 4 * 4 + x // 4 % 2 * 2
+    word = x % 4 * 8 + y // 16 * 4 + y % 4
+    even = tl.load(words_ptr + tl.minimum(token, last) * stride + word)
+    odd = tl.load(words_ptr + tl.minimum(token + 1, last) * stride + word)
+    even = tl.reshape(even, [T // 16, 2, 4, 2, 4, 4])
+    odd = tl.reshape(odd, [T // 16, 2, 4, 2, 4, 4])
+    front = _decode_words(_word_of_bytes(even, odd, 0x5140))
+    back = _decode_words(_word_of_bytes(even, odd, 0x7362))
+    # [x // 8, x // 4 % 2, x % 4, y // 16, y // 4 % 4, y % 4, token % 2, byte % 2, byte // 2]
+    v = tl.join(front, back)
+    return tl.reshape(tl.permute(v, (8, 5, 7, 2, 3, 0, 4, 1, 6)), [128, T])
+
+
+@jit
+def _value_channels():
+    """The channel of each row of _load_values."""
+    row = tl.arange(0, 128)
+    return row % 8 * 16 + row // 16 % 4 * 4 + row // 64 * 2 + row // 8 % 2
+
+
+# ---- the kernel
+
+
+@jit
+def _attend_e4m3_kernel(
+    q_ptr,  # [B, Hq, 128] of the model's dtype, bf16 or fp16
+    k_ptr,  # [B, Hkv, S, 32] int32: words of four numbers in e4m3
+    v_ptr,  # [B, Hkv, S, 32] int32
+    k_scale_ptr,  # [B, Hkv] fp32
+    v_scale_ptr,  # [B, Hkv] fp32
+    pos_ptr,  # [B] int32
+    bias_ptr,  # [B, Hq, S] fp32, added to q . k; None: nothing is
+    m_ptr,  # [B, Hq, splits] fp32; None: there is one split
+    l_ptr,  # [B, Hq, splits] fp32, or None
+    out_ptr,  # [B, Hq, splits, 128] fp32; of one split the result [B, Hq, 128] of q's dtype
+    k_strides,  # vectors between two rows of the batch, two KV heads and two tokens
+    v_strides,  # and those of values
+    S,
+    scale,  # with log2(e)
+    G: tl.constexpr,  # queries of a program
+    GP: tl.constexpr,  # padded
+    T: tl.constexpr,  # tokens of a tile
+    STAGES: tl.constexpr,  # tiles in flight
+):
+    """out = softmax(scale (q K^T + bias)) V."""
+    _wait_for_previous()
+    split = tl.program_id(0)
+    splits = tl.num_programs(0)
+    h = tl.program_id(1)
+    Hkv = tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    first_head = (b * Hkv + h) * G
+    g = tl.arange(0, GP)
+    k_channel = _key_channels()
+    v_channel = _value_channels()
+
+    # 1. The tokens of this split.
+    length = tl.minimum(tl.load(pos_ptr + b) + 1, S)
+    tiles = tl.cdiv(length, T)
+    share = tl.cdiv(tiles, splits)
+    first = split * share
+    stop = tl.minimum(first + share, tiles)
+
+    # 2. The queries, and a softmax of nothing.
+    query_at = q_ptr + first_head * 128
+    query = _load_queries(query_at, k_channel, k_channel < 128, 128, G, GP).to(tl.float16)
+    code_scale = scale * tl.load(k_scale_ptr + b * Hkv + h)
+    m = tl.full([GP], -1e30, tl.float32)
+    l = tl.zeros([T, GP], tl.float32)
+    acc = tl.zeros([128, GP], tl.float32)
+
+    # 3. Their keys and values.
+    first_k = b * k_strides[0] + h * k_strides[1]
+    first_v = b * v_strides[0] + h * v_strides[1]
+    for tile in tl.range(first, stop, num_stages=STAGES):
+        start = tile * tl.full([], T, tl.int64)
+        last = length - 1 - tile * T  # the row's newest token, counted from the tile's first one
+        token = tl.arange(0, T)
+        live = token <= last
+
+        k = _load_keys(k_ptr + (first_k + start * k_strides[2]) * 32, k_strides[2] * 32, last, T)
+        logits = tl.dot(k, query) * code_scale  # [T, GP]
+        if bias_ptr is not None:
+            bias_at = bias_ptr + (first_head + g)[None, :] * S + (start + token)[:, None]
+            bias = tl.load(bias_at, mask=live[:, None] & (g < G)[None, :], other=0.0)
+            logits += bias * scale
+
+        v = _load_values(v_ptr + (first_v + start * v_strides[2]) * 32, v_strides[2] * 32, last, T)
+        logits = tl.where(live[:, None], logits, -1e30)
+        m_new = tl.maximum(m, tl.max(logits, 0))
+        weight = tl.where(live[:, None], tl.exp2(logits - m_new[None, :]), 0.0)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink[None, :] + weight
+        acc = tl.dot(v, weight.to(tl.float16), acc * shrink[None, :])
+        m = m_new
+
+    # 4. The result, or this split's part of it.
+    acc *= tl.load(v_scale_ptr + b * Hkv + h)
+    _store_split(
+        m_ptr,
+        l_ptr,
+        out_ptr,
+        first_head,
+        split,
+        splits,
+        m,
+        tl.sum(l, 0),
+        acc,
+        v_channel,
+        v_channel < 128,
+        G,
+        GP,
+        128,
+    )
+
+
+# 64 tokens are 16 KB a tile. Measured on an H200: 2.86 TB/s of keys and values.
+E4M3_CONFIG = TileConfig(64, warps=2, stages=3, programs_a_sm=6)
+
+
+def empty_attend_e4m3(q: Tensor, *_: object, **more: object) -> Tensor:
+    """An empty tensor of the shape that launch_attend_e4m3 gives."""
+    return torch.empty_like(q)
+
+
+@operator(empty_attend_e4m3, library="kv_baselines")
+def launch_attend_e4m3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    pos: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Attention of one new token of each row, q [B, Hq, 128] after RoPE, over its tokens up to pos
+    [B] int32 -> [B, Hq, 128].
+
+    k, v [B, Hkv, S, 128]: views (check_store) of bytes, numbers in e4m3 in units of their scales
+    [B, Hkv] fp32. bias [B, Hq, S] fp32: what is added to q . k, or None."""
+    B, Hq, D = q.shape
+    _, Hkv, S, _ = k.shape
+    need(D == 128, f"heads have 128 dims here, not {D}")
+    need(q.dtype in (torch.bfloat16, torch.float16), f"q must have 16 bits, not be {q.dtype}")
+    need(Hq % Hkv == 0, f"{Hq} query heads do not divide over {Hkv} key/value heads")
+    check(
+        q=(q, q.dtype, B, Hq, 128),
+        pos=(pos, torch.int32, B),
+        k_scale=(k_scale, torch.float32, B, Hkv),
+        v_scale=(v_scale, torch.float32, B, Hkv),
+        bias=(bias, torch.float32, B, Hq, S),
+    )
+    k_strides = check_store(B, Hkv, S, keys=(k, torch.uint8, 128))
+    v_strides = check_store(B, Hkv, S, values=(v, torch.uint8, 128))
+    splits = attend_splits(S, B * Hkv, E4M3_CONFIG.programs_a_sm)
+    parts = empty_splits(q, splits, 128)
+    G = Hq // Hkv
+    _attend_e4m3_kernel[splits, Hkv, B](
+        q_ptr=q,
+        k_ptr=k.view(torch.int32),
+        v_ptr=v.view(torch.int32),
+        k_scale_ptr=k_scale,
+        v_scale_ptr=v_scale,
+        pos_ptr=pos,
+        bias_ptr=bias,
+        m_ptr=parts.m,
+        l_ptr=parts.l,
+        out_ptr=parts.out,
+        k_strides=k_strides,
+        v_strides=v_strides,
+        S=S,
+        scale=scale * LOG2E,
+        G=G,
+        GP=power2(G, 8),
+        T=E4M3_CONFIG.tokens,
+        STAGES=E4M3_CONFIG.stages,
+        num_warps=E4M3_CONFIG.warps,
+        **overlapped(q.device),
+    )
+    return merge_splits(parts, q)
 
 
 # --------------------------------------------------------------------------------------- TurboQuant

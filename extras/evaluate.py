@@ -13,7 +13,17 @@ run. A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another 
 
 Perplexity and KL: the beginning of a text is prefilled, and what follows is decoded and scored.
 With --generate what follows is what the dense model itself writes. Facts found, after RULER: facts
-are hidden in a long text, then comes a question about them.
+are hidden in a long text, then comes a question about them. The kinds of facts (--tasks):
+
+    single              one number: "The magic number for green river is 48213."
+    multikey            one number of many (--facts) is asked for
+    multivalue          a key has four numbers, and all are asked for
+    multiquery          the numbers of four keys are asked for
+    variables           a number is stored in a variable, and copied on to others: name them
+    frequent            three of nine code words come far more often: name them
+    uuid                a UUID is the key of another one, in a text of such pairs alone
+    reworded, reworded_multikey
+                        single and multikey in other words, which no training here has seen
 """
 
 import argparse
@@ -1030,8 +1040,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     written = "score instead N tokens that the dense model writes; after chats, too"
     parser.option("--generate", whole(8), 0, written, metavar="N")
 
-    tasks = "kinds of facts to find; uuid: in a text of UUIDs alone"
-    parser.option("--tasks", str, TRAINED_TASKS, tasks, nargs="+", choices=TASKS)
+    tasks = "kinds of facts to find, of those above"
+    parser.option("--tasks", str, TRAINED_TASKS, tasks, nargs="+", choices=TASKS, metavar="TASK")
     lengths = "tokens of a prompt with facts"
     parser.option("--lengths", whole(1), sizes.lengths, lengths, nargs="+", metavar="N")
     samples = "prompts of each task and length; 0: none"

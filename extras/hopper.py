@@ -1,10 +1,10 @@
-"""What Gluon does faster than Triton on Hopper GPUs (H100, H200): two ways to attend, and
-`linear_chain`.
+"""What Gluon does faster than Triton on Hopper GPUs (H100, H200): attention over chosen latents
+(SALS), and `linear_chain`.
 
 Gluon is the level below Triton: a kernel chooses its layouts, shared memory, barriers and groups of
-warps. generate.py imports this file on such a GPU. Its last lines register attend_latents and
-attend_channels with kernels.py, whose launchers then ask them first, and the engine takes
-`chained_decode` for its decode step. This file is optional: delete it and everything still runs.
+warps. generate.py imports this file on such a GPU. Its last line registers attend_latents with
+kernels.py, whose launcher then asks it first, and the engine takes `chained_decode` for its decode
+step. This file is optional: delete it and everything still runs.
 """
 
 import functools
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import SMS, _half_at, _largest_sum, _wait_for_previous, constexpr_function
+from kernels import SMS, _half_at, _largest_sum, _wait_for_previous
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -54,7 +54,7 @@ def _ring_barriers(SLOTS: gl.constexpr, COUNTS):
     return made
 
 
-# --------------------------------------------------------------------- attention over stored tokens
+# ---------------------------------------------------------- attention over compressed tokens (SALS)
 
 
 def attend_latents(
@@ -92,33 +92,6 @@ def attend_latents(
         q, index, latent, latent_scale, int4_dims, basis, basis_scale, bias, words
     )
     return kernels.launch_attend_logits(q, logits, v, v_scale, bits, pos, index, exact, scale)
-
-
-def attend_channels(
-    q: Tensor,
-    k: Tensor,
-    k_scale: Tensor,
-    v: Tensor,
-    v_scale: Tensor,
-    bits: int,
-    pos: Tensor,
-    exact: Sequence[Tensor],
-    scale: float,
-) -> Tensor | None:
-    """kernels.launch_attend_channels, of arguments that it has checked, where the kernel here is
-    faster: for queries that share keys (shares_keys). Else None."""
-    _, Hq, D = q.shape
-    Hkv = v.shape[1]
-    DV = v.shape[3] * 8 // bits
-    fits = exact and DV == D and v_scale.ndim == 5 and shares_keys(q, Hq // Hkv, bits)
-    if not (fits and aligned(k, k_scale, v, v_scale)):
-        return None
-    keys = k.view(torch.int32), k_scale.view(torch.int32)
-    values = v.view(torch.int32), v_scale.view(torch.int32)
-    return _attend_shared(q, keys, values, exact, pos, bits, scale)
-
-
-# ---------------------------------------------------------- attention over compressed tokens (SALS)
 
 
 @gluon.jit
@@ -440,327 +413,6 @@ def streams_basis(
     queries = ((62 + n) // n + 1) * (Hq // Hkv)
     fits = chunks and D in (64, 128) and queries <= 8 and kernels.cdiv(B * n, 128) * Hkv >= SMS
     return fits and kernels.nvidia_generation(device) == 9
-
-
-# -------------------------------------------------- attention over keys in codes that queries share
-
-
-@constexpr_function
-def _steps_ptx(BITS):
-    """PTX of _steps for the words $2 and $3 of two groups."""
-    return f"""{{ .reg .b32 scale; mov.b32 scale, {0x3C003C00 + 0x10001 * (BITS << 10)};
-        prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
-        mul.f16x2 $1, $1, scale; sub.f16x2 $0, $0, $1; }}"""
-
-
-@gluon.jit
-def _steps(pairs, SIZES: gl.constexpr, zeros, BITS: gl.constexpr):
-    """(minimum, scale) of groups, a word each, to minimum - step and step = 2**BITS scale, bits of
-    halves; reshaped, and spread over words by adding zeros."""
-    WORDS: gl.constexpr = zeros.type.layout
-    low, step = gl.inline_asm_elementwise(
-        _steps_ptx(BITS), "=&r,=&r,r,r", [pairs], (gl.int16, gl.int16), is_pure=True, pack=2
-    )
-    low = gl.convert_layout(gl.reshape(low, SIZES), WORDS, assert_trivial=True) + zeros.to(gl.int16)
-    step = gl.convert_layout(gl.reshape(step, SIZES), WORDS, assert_trivial=True) + zeros.to(
-        gl.int16
-    )
-    return low, step
-
-
-@gluon.jit
-def _words(
-    codes, SIZES: gl.constexpr, WORDS: gl.constexpr, CODES: gl.constexpr, BITS: gl.constexpr
-):
-    """Codes in shared memory as words for every plane, SIZES [T, PLANES, .., ..]; how far byte 0 of
-    each is to be rotated left; and zeros."""
-    plane = gl.arange(
-        0, SIZES[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS)))
-    )
-    zeros = gl.full(SIZES, 0, gl.int32, WORDS)
-    words = gl.reshape(codes.load(CODES), [SIZES[0], 1, SIZES[2], SIZES[3]])
-    words = gl.convert_layout(words, WORDS, assert_trivial=True) + zeros
-    return words, ((10 - BITS - plane * BITS) & 31)[None, :, None, None] + zeros, zeros
-
-
-@constexpr_function
-def _decode_ptx(BITS):
-    """PTX of _decoded for two words of codes $4 and $5, whose byte 0 is to be rotated left by $6;
-    of byte 0 .. 3, $8 .. $11 are minimum - step, $12 .. $15 step, and $0 .. $3 both words'
-    values."""
-    mask, one = 0x10001 * (((1 << BITS) - 1) << (10 - BITS)), 0x3C003C00  # two halves of 1.0
-    ptx = "prmt.b32 front, $4, $5, 0x5410; prmt.b32 back, $4, $5, 0x7632;"
-    for byte, word in enumerate(("front", "front", "back", "back")):
-        ptx += f"""sub.u32 turn, $6, {byte % 2 * 8}; shf.l.wrap.b32 code, {word}, {word}, turn;
-            lop3.b32 code, code, {mask}, {one}, 0xEA;
-            fma.rn.f16x2 ${byte}, code, ${12 + byte}, ${8 + byte};"""
-    return "{ .reg .b32 front, back, code, turn; " + ptx + " }"
-
-
-@gluon.jit
-def _decoded(words, turn, lows, steps, BITS: gl.constexpr):
-    """Words of codes to values [T, D] in fp16, given _steps of each byte's group: a code as the top
-    bits of a mantissa reads 1 + code / 2**BITS (see kernels._decode_values), minimum + code * scale
-    is then one FMA, and two words, neighbours in a thread's registers, share every instruction."""
-    x0, x1, x2, x3 = gl.inline_asm_elementwise(
-        _decode_ptx(BITS),
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [words, turn, lows[0], lows[1], lows[2], lows[3], steps[0], steps[1], steps[2], steps[3]],
-        (gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [T, PLANES, .., .., byte // 2, byte % 2]
-    return gl.reshape(x, [x.shape[0], x.shape[1] * x.shape[2] * x.shape[3] * 4])
-
-
-@gluon.jit
-def _decoded_keys(codes, pairs, BITS: gl.constexpr):
-    """A tile's keys [T, D], from words of codes [T, N] and (minimum, scale) of channels [D / 4, 4],
-    each word in the thread that multiplies it: lanes have 8 tokens, and the quarters of their
-    words."""
-    T: gl.constexpr = codes.shape[0]
-    N: gl.constexpr = codes.shape[1]
-    PLANES: gl.constexpr = 8 // BITS
-    WORDS: gl.constexpr = gl.BlockedLayout(
-        [1, 1, N // 4, 1], [8, 1, 4, 1], [1, 1, 1, 1], [2, 0, 1, 3]
-    )
-    CODES: gl.constexpr = gl.BlockedLayout([1, N // 4], [8, 4], [1, 1], [1, 0])
-    # for 8 tokens
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, N // 4, 4], [8, 4, 1], [1, 1, 1], [2, 1, 0])
-    SIZES: gl.constexpr = [1, PLANES, N, 1]
-    words, turn, zeros = _words(codes, [T, PLANES, N, 1], WORDS, CODES, BITS)
-    even, odd = gl.split(gl.reshape(pairs.load(gl.SliceLayout(0, PAIRS)), [PLANES * N, 2, 2]))
-    pair0, pair2 = gl.split(even)
-    pair1, pair3 = gl.split(odd)
-    low0, step0 = _steps(pair0, SIZES, zeros, BITS)
-    low1, step1 = _steps(pair1, SIZES, zeros, BITS)
-    low2, step2 = _steps(pair2, SIZES, zeros, BITS)
-    low3, step3 = _steps(pair3, SIZES, zeros, BITS)
-    return _decoded(words, turn, (low0, low1, low2, low3), (step0, step1, step2, step3), BITS)
-
-
-@gluon.jit
-def _decoded_values(codes, pairs, live, BITS: gl.constexpr):
-    """A tile's values [T, D], from words of codes [T, 8 H] and (minimum, scale) of groups
-    [T, PLANES H]: of tokens that are not live anything, NaN as well. Lanes have 4 pairs of tokens
-    and 8 words, 32 channels of a plane, and the rest is in registers, neighbouring tokens first."""
-    T: gl.constexpr = codes.shape[0]
-    H: gl.constexpr = codes.shape[1] // 8
-    PLANES: gl.constexpr = 8 // BITS
-    WORDS: gl.constexpr = gl.BlockedLayout([2, 1, 1, 1], [4, 1, 1, 8], [1, 1, 1, 1], [0, 3, 2, 1])
-    CODES: gl.constexpr = gl.BlockedLayout([2, 1], [4, 8], [1, 1], [0, 1])
-    PAIRS: gl.constexpr = gl.SliceLayout(
-        1, gl.BlockedLayout([2, 1, 1], [4, 8, 1], [1, 1, 1], [0, 1, 2])
-    )
-    words, turn, zeros = _words(codes, [T, PLANES, H, 8], WORDS, CODES, BITS)
-    live = gl.convert_layout(live, gl.SliceLayout(1, PAIRS), assert_trivial=True)[:, None]
-    low, step = _steps(gl.where(live, pairs.load(PAIRS), 0), [T, PLANES, H, 1], zeros, BITS)
-    return _decoded(words, turn, (low, low, low, low), (step, step, step, step), BITS)
-
-
-@gluon.jit
-def _key_columns(k, N: gl.constexpr):
-    """Keys [T, D] as columns [D, T], in the order in which threads have them: of a plane, the N
-    words of which lie in quarters, (word // 2 of a quarter, byte, quarter, word % 2)."""
-    parts = gl.reshape(k, [k.shape[0], k.shape[1] // (4 * N), 4, N // 8, 2, 4])
-    return gl.reshape(gl.permute(parts, (1, 3, 5, 2, 4, 0)), [k.shape[1], k.shape[0]])
-
-
-@gluon.jit
-def _value_columns(v):
-    """Values [T, D] as columns [D, T], in runs of 32 channels, (byte, word) of each."""
-    parts = gl.reshape(v, [v.shape[0], v.shape[1] // 32, 8, 4])
-    return gl.reshape(gl.permute(parts, (1, 3, 2, 0)), [v.shape[1], v.shape[0]])
-
-
-@gluon.jit
-def _both_halves(products):
-    """Rows 0 to 7 and 8 to 15 of products [16, T], which lie in the same threads."""
-    return gl.split(gl.permute(gl.reshape(products, [2, 8, products.shape[1]]), (1, 2, 0)))
-
-
-@gluon.jit
-def _soften(query, k, live, scale, top, total, out, N: gl.constexpr):
-    """Online softmax over a tile's keys k [T, D]: weights [T, 8] as tensor cores take them; top
-    [8], total [8, T] (summed over T at the end, not in every tile) and out [D, 8] to match."""
-    MMA: gl.constexpr = out.type.layout
-    k = gl.convert_layout(_key_columns(k, N), gl.DotOperandLayout(1, MMA, 2))
-    logits, _ = _both_halves(
-        ampere.mma_v2(query, k, gl.full([16, k.shape[1]], 0.0, gl.float32, MMA))
-    )
-    logits = gl.where(live[None, :], logits * scale, float("-inf"))
-    new_top = gl.maximum(top, gl.max(logits, 1))
-    if gl.max(new_top - top, 0) > 0:
-        shrink = gl.exp2(top - new_top)
-        total *= shrink[:, None]
-        out *= gl.convert_layout(shrink, gl.SliceLayout(0, MMA))[None, :]
-        top = new_top
-    weight = gl.exp2(logits - top[:, None])
-    total += weight
-    weight = gl.permute(weight, (1, 0)).to(gl.float16)
-    weight = gl.convert_layout(weight, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-    return weight, top, total, out
-
-
-@gluon.jit
-def _copy_tiles(stores, stages, ready, stage, firsts, at, some):
-    """Copies a tile of every store to a stage, if there is one: the rows from firsts + at on."""
-    for i in gl.static_range(len(stores)):
-        hopper.mbarrier.expect(ready.index(stage), stores[i].block_type.nbytes, pred=some)
-        copy_block(
-            stores[i], [firsts[i] + at, 0], ready.index(stage), stages[i].index(stage), pred=some
-        )
-
-
-@gluon.jit
-def _shared_keys_kernel(
-    keys,  # [B * Hkv * k_tokens, D * KEY_BITS / 32], words of codes; these four in blocks of T rows
-    key_pairs,  # minimum and scale of 32 tokens' channels [B * Hkv * k_tokens, 4], a word each
-    codes,  # of values [B * Hkv * S, D * BITS / 32], words
-    pairs,  # minimum and scale of their groups [B * Hkv * S, D / 32], a word each
-    q_p,  # [B, Hq, D]
-    window_k_p,
-    window_v_p,  # exact keys and values [B, z, Hkv, D] of the last tokens
-    pos_p,  # [B] int32
-    max_p,
-    sum_p,
-    out_p,  # of empty_splits
-    k_tokens,
-    S,
-    z,
-    scale,
-    G: gl.constexpr,
-    KEY_BITS: gl.constexpr,
-    BITS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    # A program is one warp, and nothing moves between its threads but maxima: keys and values are
-    # decoded where they are multiplied, and logits are where tensor cores take weights.
-    T: gl.constexpr = keys.block_shape[0]
-    N: gl.constexpr = keys.block_shape[1]
-    D: gl.constexpr = codes.block_shape[1] * 32 // BITS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [1, 1], [1, 0])
-    split, splits = gl.program_id(0), gl.num_programs(0)
-    h, Hkv, b = gl.program_id(1), gl.num_programs(1), gl.program_id(2).to(gl.int64)
-    row, pos = b * Hkv + h, gl.load(pos_p + b)
-    length = gl.maximum(pos + 1 - z, 0)  # tokens that are read from codes
-    # 1. Copies of the first tiles. Programs take tiles in turn: what is read at a time lies side by
-    # side, which memory serves faster.
-    tiles = gl.maximum(gl.cdiv(gl.cdiv(length, T) - split, splits), 0)
-    first_k, first_v = (row * k_tokens).to(gl.int32), (row * S).to(gl.int32)
-    stores, firsts = (keys, key_pairs, codes, pairs), (first_k, first_k, first_v, first_v)
-    stages = ()
-    for i in gl.static_range(len(stores)):
-        block = stores[i]
-        stages += (
-            gl.allocate_shared_memory(block.dtype, [STAGES] + block.block_shape, block.layout),
-        )
-    ready = _ring_barriers(STAGES, (len(stores),))[0]
-    for slot in gl.static_range(STAGES):
-        _copy_tiles(stores, stages, ready, slot, firsts, (split + slot * splits) * T, slot < tiles)
-    # 2. The queries, and a softmax of nothing.
-    g = gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))[None, :]
-    query = gl.load(q_p + (row * G + g) * D + d, mask=g < G, other=0.0).to(gl.float16)
-    query = gl.reshape(gl.permute(gl.join(query, query * 0), (2, 0, 1)), [16, D])
-    query = gl.convert_layout(gl.permute(_key_columns(query, N), (1, 0)), LEFT)
-    half, _ = _both_halves(gl.full([16, T], 0.0, gl.float32, MMA))
-    LOGITS: gl.constexpr = half.type.layout
-    QUERY: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    top = gl.full([8], -1e30, gl.float32, QUERY)
-    total = gl.full([8, T], 0.0, gl.float32, LOGITS)
-    out = gl.full([D, 8], 0.0, gl.float32, MMA)
-    token = gl.arange(0, T, layout=gl.SliceLayout(0, LOGITS))
-    # 3. The exact window.
-    for start in range(split * T, gl.minimum(z, pos + 1), splits * T):
-        place = start + gl.arange(0, T, layout=gl.SliceLayout(1, ROWS))  # it fills from the left
-        at = ((b * z + place) * Hkv + h)[:, None] * D + d
-        k = gl.load(window_k_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-        weight, top, total, out = _soften(query, k, start + token <= pos, scale, top, total, out, N)
-        v = gl.load(window_v_p + at, mask=(place <= pos)[:, None], other=0.0).to(gl.float16)
-        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
-    # 4. The others.
-    token += split * T
-    for i in range(tiles):
-        stage = i % STAGES
-        live = token < length
-        token += splits * T
-        hopper.mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        k = _decoded_keys(stages[0].index(stage), stages[1].index(stage), KEY_BITS)
-        weight, top, total, out = _soften(query, k, live, scale, top, total, out, N)
-        v = _decoded_values(stages[2].index(stage), stages[3].index(stage), live, BITS)
-        out = ampere.mma_v2(gl.convert_layout(_value_columns(v), LEFT), weight, out)
-        barrier()
-        at = (split + (i + STAGES) * splits) * T
-        _copy_tiles(stores, stages, ready, stage, firsts, at, i + STAGES < tiles)
-    # 5. The result, or this split's part of it.
-    total = gl.sum(total, 1)
-    if max_p is None:
-        out /= gl.convert_layout(total, gl.SliceLayout(0, MMA))[None, :]
-    else:
-        g = gl.arange(0, 8, layout=QUERY)
-        at = (row * G + g) * splits + split
-        gl.store(max_p + at, top, mask=g < G)
-        gl.store(sum_p + at, total, mask=g < G)
-    g = gl.arange(0, 8, layout=gl.SliceLayout(0, MMA))[None, :]
-    m = gl.arange(0, D, layout=gl.SliceLayout(1, MMA))[:, None]
-    channel = m // 32 * 32 + m % 8 * 4 + m // 8 % 4  # see _value_columns
-    at = (row * G + g) * splits + split
-    gl.store(out_p + at * D + channel, out.to(out_p.dtype.element_ty), mask=g < G)
-
-
-def _attend_shared(
-    q: Tensor,
-    keys: tuple,
-    values: tuple,
-    window: Sequence[Tensor],
-    pos: Tensor,
-    bits: int,
-    scale: float,
-) -> Tensor:
-    """attend over keys in codes (shares_keys). Launches do not overlap: programs of a warp would
-    pile up."""
-    (B, Hq, D), (k, key_pairs), (codes, pairs), z = q.shape, keys, values, window[0].shape[1]
-    (k_tokens, width), (Hkv, S) = k.shape[2:], codes.shape[1:3]
-    stores = k, key_pairs.view(B, Hkv, -1, 4), codes, pairs  # each 32 rows a tile
-    T, stages, fill = 32, 2, 8  # tokens a tile, tiles in shared memory, programs a multiprocessor
-    splits = max(1, min(kernels.cdiv(S, T), fill * SMS // (B * Hkv)))
-    parts = kernels.empty_splits(q, splits, D)
-
-    def block(store):  # a matrix of rows of words, of which bulk copies take T
-        rows = store.flatten(0, 2).flatten(1)
-        nbytes = rows.shape[1] * 4
-        layout = gl.NVMMASharedLayout(nbytes if nbytes > 16 else 0, 32, 2)
-        return TensorDescriptor.from_tensor(rows, [T, rows.shape[1]], layout)
-
-    _shared_keys_kernel[splits, Hkv, B](
-        *map(block, stores),
-        q,
-        *window,
-        pos,
-        *parts,
-        k_tokens,
-        S,
-        z,
-        scale * kernels.LOG2E,
-        Hq // Hkv,
-        width * 32 // D,
-        bits,
-        stages,
-        num_warps=1,
-    )
-    return kernels.merge_splits(parts, q)
-
-
-def shares_keys(q: Tensor, G: int, bits: int) -> bool:
-    """Whether _shared_keys_kernel attends keys in codes: up to 8 queries share them, in bf16 (the
-    halves that it decodes are too coarse for fp16); values are packed; heads have 128 dims, which
-    fill bulk copies and the lanes of a warp."""
-    fits = G <= 8 and q.shape[2] == 128 and bits < 16 and q.dtype == torch.bfloat16
-    return fits and kernels.nvidia_generation(q.device) == 9
 
 
 # --------------------------------------------------------- the linear layers between two attentions
@@ -1409,4 +1061,3 @@ def chained_decode(model, rows: int) -> tuple | None:
 
 
 kernels.faster_attend_latents = attend_latents
-kernels.faster_attend_channels = attend_channels

@@ -6,17 +6,19 @@
     python -m extras.tasks score --tasks tasks.jsonl --answers answers.jsonl --csv table.csv
 
 `make` needs the packages that tasks are made of: `pip install --no-deps bfcl-eval` for the tool
-calls. `run` needs no package and no network, so it can be on another machine, with a GPU. `score`
-needs the packages again, in the versions of `make`, and runs the code that the model wrote, in
-processes with limits of time and memory, but in no sandbox.
+calls, and `pip install networkx sympy more-itertools` for code. `run` needs no package and no
+network, so it can be on another machine, with a GPU. `score` needs the packages again, in the
+versions of `make`, and runs the code that the model wrote, in processes with limits of time and
+memory, but in no sandbox.
 
 Tool calls are cases of the Berkeley Function Calling Leaderboard (its categories simple_python,
 multiple and live_multiple): a request, and the functions to choose from. Functions of other cases
 stand among them, until the prompt is long. The leaderboard's own checker decides what is right.
 
-Code: the body of a function is cut out of an installed package, and the model writes the function
-after a long part of the package's files. It is right if all examples in the function's docstring
-(doctests) give what they say. The prompt shows the first half of them.
+Code: the body of a function is cut out of an installed package, and the model writes it after a
+long part of the package's files. Its answer is begun for it, with the function's signature and
+docstring, so that it goes straight on with the body. It is right if all examples in the docstring
+(doctests) give what they say. The model sees only the first half of them.
 
 Each prompt is a chat by the model's own template. Answers are greedy, so that a method's flips, the
 cases whose outcome is not that of the dense model, are what its cache changed.
@@ -64,7 +66,7 @@ from generate import Chat, Engine, Parser, decode_tokens, encode_chat, whole
 from model import Tokenizer, UserError, load_config, load_tokenizer
 
 CATEGORIES = ("simple_python", "multiple", "live_multiple")  # of the leaderboard
-PACKAGES = ("networkx", "sympy")  # PyTorch is never without them
+PACKAGES = ("networkx", "sympy", "more_itertools")
 CODE = "code"  # the category of the other tasks
 
 
@@ -75,7 +77,8 @@ class Task:
     id: str
     category: str  # one of CATEGORIES, or CODE
     messages: Chat
-    ids: list[int]  # the messages' token ids
+    opening: str  # the beginning of the answer, which the model goes on with
+    ids: list[int]  # the token ids of the messages and of the opening
     max_new_tokens: int
     scoring: dict  # ToolScoring's fields, or CodeScoring's
 
@@ -90,6 +93,11 @@ def parse_python(text: str, mode: str = "exec") -> ast.Module | ast.Expression |
         return ast.parse(text, mode=mode)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # whatever a model wrote
         return None
+
+
+def encode_prompt(tokenizer: Tokenizer, messages: Chat, opening: str) -> list[int]:
+    """The chat's token ids up to where the model answers, and those of its answer's beginning."""
+    return encode_chat(tokenizer, messages) + tokenizer.encode_continuation(opening)
 
 
 class Verdict(NamedTuple):
@@ -116,12 +124,12 @@ class Writer:
         """The tokens of a part of a prompt."""
         return len(self.tokenizer.encode_continuation(text))
 
-    def encode(self, messages: Chat) -> list[int]:
-        return encode_chat(self.tokenizer, messages)
+    def encode(self, messages: Chat, opening: str = "") -> list[int]:
+        return encode_prompt(self.tokenizer, messages, opening)
 
-    def room(self, messages: Chat) -> int:
+    def room(self, messages: Chat, opening: str = "") -> int:
         """How many tokens the prompt may still get; negative where it has too many."""
-        return self.length - len(self.encode(messages))
+        return self.length - len(self.encode(messages, opening))
 
 
 # -------------------------------------------------------------------------------------- tool calls
@@ -245,7 +253,15 @@ def tool_task(case: ToolCase, others: list[dict], writer: Writer) -> Task | None
     rng.shuffle(lines)
     messages = tool_messages(case, lines)
     ids = writer.encode(messages)
-    return Task(case.id, case.category, messages, ids, TOOL_TOKENS, asdict(case.scoring))
+    return Task(
+        id=case.id,
+        category=case.category,
+        messages=messages,
+        opening="",
+        ids=ids,
+        max_new_tokens=TOOL_TOKENS,
+        scoring=asdict(case.scoring),
+    )
 
 
 def tool_tasks(writer: Writer, counts: dict[str, int]) -> list[Task]:
@@ -410,9 +426,25 @@ class Function:
     node: ast.FunctionDef
     source: str  # of the whole file
 
-    def lines(self, node: ast.stmt) -> list[str]:
-        """A statement's lines, decorators included."""
-        return self.source.split("\n")[first_line(node) - 1 : node.end_lineno]
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def head(self) -> list[str]:
+        """Its lines above the docstring: decorators and signature."""
+        return self.source.split("\n")[first_line(self.node) - 1 : self.node.body[0].lineno - 1]
+
+    @property
+    def docstring(self) -> list[str]:
+        """The docstring's lines, with its quotes."""
+        docstring = self.node.body[0]
+        return self.source.split("\n")[docstring.lineno - 1 : docstring.end_lineno]
+
+    @property
+    def body(self) -> list[str]:
+        """The lines below the docstring."""
+        return self.source.split("\n")[self.node.body[0].end_lineno : self.node.end_lineno]
 
 
 # Examples may name a part of an output, and break its lines differently.
@@ -459,15 +491,13 @@ TESTER_ENVIRONMENT = {
 
 CODE_ABOVE = "Here is a part of the source code of {package}.\n\n"
 CODE_BELOW = """
-Complete this function of {path}. Answer with the whole function in one code block, without its \
-docstring.
-
-```python
-{function}
-```
+Complete the function {name} of {path}. Your answer is begun with its signature and docstring. Go \
+on with its body, and end the code block after it.
 """
 GAP = "\n# ...\n\n"  # where a file is cut
-CODE_TOKENS = 256  # that an answer may have
+LONGEST_DOCSTRING = 40  # lines
+LONGEST_BODY = 15  # lines
+CODE_TOKENS = 384  # that an answer may have; the longest body has 228
 SMALLEST_FILE = 50  # tokens that a file must have room for
 
 
@@ -524,12 +554,11 @@ def package_files(package: str) -> list[Path]:
     return files
 
 
-def shown_docstring(node: ast.FunctionDef, lines: list[str]) -> list[str] | None:
-    """The docstring's lines without the second half of its examples, of which a test is left to
-    guess. None where the examples cannot be told apart by lines, or are fewer than two.
-
-    lines: those of the docstring in the file."""
-    docstring = ast.get_docstring(node, clean=False)
+def shown_docstring(function: Function) -> list[str] | None:
+    """The docstring's lines without the second half of its examples, which the model cannot see.
+    None where the examples cannot be told apart by lines, or are fewer than two."""
+    lines = function.docstring
+    docstring = ast.get_docstring(function.node, clean=False)
     try:
         examples = doctest.DocTestParser().get_examples(docstring)
     except ValueError:
@@ -553,9 +582,18 @@ def shown_docstring(node: ast.FunctionDef, lines: list[str]) -> list[str] | None
     return shown
 
 
+def uses_its_file(function: Function, tree: ast.Module) -> bool:
+    """Does the body use a name that the file defines or imports from elsewhere in its package?"""
+    around = set()
+    for node in tree.body:
+        if node is not function.node:
+            around |= names_defined(node)
+    return bool(names_used(function.node.body[1:]) & around)
+
+
 def package_functions(package: str) -> list[Function]:
-    """The functions that tasks can be made of: with examples in a docstring of at most 60 lines,
-    and with a body of 2 to 20, which uses something of the file, so that the context matters."""
+    """The functions that tasks can be made of. They are short, have examples, and use something of
+    their file, so that the context matters."""
     functions = []
     for path in package_files(package):
         source = path.read_text(encoding="utf-8")
@@ -566,30 +604,22 @@ def package_functions(package: str) -> list[Function]:
             if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node):
                 continue
             function = Function(package, module, path, node, source)
-            docstring = function.lines(node.body[0])
-            body = node.body[1:]
-            if not body or not 2 <= node.end_lineno - body[0].lineno + 1 <= 20:
+            if not 1 <= len(function.body) <= LONGEST_BODY:
                 continue
-            if len(docstring) > 60 or "plot" in ast.get_docstring(node):
-                continue  # pictures need more packages
-            if shown_docstring(node, docstring) is None:
+            if len(function.docstring) > LONGEST_DOCSTRING:
                 continue
-            around = set()
-            for other in tree.body:
-                if other is not node:
-                    around |= names_defined(other)
-            if names_used(body) & around:
+            # Pictures need more packages, and a code block in the docstring would end the answer's.
+            if re.search("plot|```", ast.get_docstring(node)):
+                continue
+            if shown_docstring(function) is not None and uses_its_file(function, tree):
                 functions.append(function)
     return functions
 
 
-def shown_function(function: Function) -> str:
-    """What a prompt shows of it: all but the body."""
-    node = function.node
-    lines = function.source.split("\n")
-    head = lines[first_line(node) - 1 : node.body[0].lineno - 1]
-    docstring = shown_docstring(node, function.lines(node.body[0]))
-    return "\n".join([*head, *docstring, "    # the body is missing"])
+def opening_of(function: Function) -> str:
+    """How an answer begins: a code block with all of the function above its body."""
+    lines = [*function.head, *shown_docstring(function)]
+    return "```python\n" + "\n".join(lines) + "\n"
 
 
 def file_around(function: Function, room: int, writer: Writer) -> str:
@@ -639,29 +669,30 @@ def first_lines(text: str, room: int, writer: Writer) -> str:
 
 
 def code_task(function: Function, files: list[Path], writer: Writer) -> Task | None:
-    """A task whose prompt is full of the package's files: the function's own comes last, and then
-    the function without its body. None where that does not fit.
+    """A task whose prompt is full of the package's files, of which the function's own comes last.
+    The answer begins with the function without its body. None where that does not fit.
 
     files: the package's. Those of the function's folder come before others, in random order."""
     root = package_folder(function.package).parent
     path = str(function.path.relative_to(root))
     above = CODE_ABOVE.format(package=function.package)
-    below = CODE_BELOW.format(path=path, function=shown_function(function))
+    below = CODE_BELOW.format(path=path, name=function.name)
+    opening = opening_of(function)
 
     def messages_of(blocks: list[str]) -> Chat:
         return [{"role": "user", "content": above + "".join(blocks) + below}]
 
-    room = writer.room(messages_of([code_block(path, "")]))
+    room = writer.room(messages_of([code_block(path, "")]), opening)
     if room < 0:
         return None
     blocks = [code_block(path, file_around(function, room, writer))]
     others = [file for file in files if file != function.path]
-    name = f"{function.module}.{function.node.name}"
+    name = f"{function.module}.{function.name}"
     writer.random(name).shuffle(others)
     others.sort(key=lambda file: file.parent != function.path.parent)
     for file in others:
         other_path = str(file.relative_to(root))
-        room = writer.room(messages_of([code_block(other_path, ""), *blocks]))
+        room = writer.room(messages_of([code_block(other_path, ""), *blocks]), opening)
         if room < SMALLEST_FILE:
             break
         text = first_lines(file.read_text(encoding="utf-8"), room, writer)
@@ -671,11 +702,19 @@ def code_task(function: Function, files: list[Path], writer: Writer) -> Task | N
         package=function.package,
         version=package_version(function.package),
         module=function.module,
-        function=function.node.name,
+        function=function.name,
         source_hash=source_hash(function.source),
         docstring=ast.get_docstring(function.node, clean=False),
     )
-    return Task(name, CODE, messages, writer.encode(messages), CODE_TOKENS, asdict(scoring))
+    return Task(
+        id=name,
+        category=CODE,
+        messages=messages,
+        opening=opening,
+        ids=writer.encode(messages, opening),
+        max_new_tokens=CODE_TOKENS,
+        scoring=asdict(scoring),
+    )
 
 
 def source_hash(source: str) -> str:
@@ -711,29 +750,27 @@ def code_tasks(writer: Writer, packages: list[str], n_tasks: int) -> list[Task]:
 
 
 def is_tested(task: Task, function: Function) -> bool:
-    """Do the examples tell the right function from one that returns nothing? Twice, since some
+    """Do the examples tell the right body from one that returns nothing? Twice, since some
     examples are random."""
-    lines = function.source.split("\n")
-    node = function.node
-    signature = lines[node.lineno - 1 : node.body[0].lineno - 1]
-    right = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-    wrong = "\n".join([*signature, "    return None"])
+    right = "\n".join(function.body)
+    wrong = " " * function.node.body[0].col_offset + "return None"
     for _ in range(2):
         if not score_code(task, right).is_right:
             return False
     return not score_code(task, wrong).is_right
 
 
-def answered_code(text: str, name: str) -> ast.Module | None:
-    """The first code block of an answer that defines the function, or the whole answer, parsed."""
-    blocks = re.findall(r"```\w*\n(.*?)(?:```|\Z)", text, re.DOTALL)
-    for block in [*blocks, text]:
-        tree = parse_python(block)
-        if tree is None:
-            continue
-        if any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
-            return tree
-    return None
+def answered_code(text: str) -> ast.Module:
+    """The code block that a text, an opening with its answer, begins with. Where that is no Python,
+    since the answer was cut or goes on with something else, its last lines are left out. The
+    opening alone is Python, so that there is always the function."""
+    block = text.split("```")[1].removeprefix("python\n")
+    lines = block.split("\n")
+    tree = None
+    while tree is None:
+        tree = parse_python("\n".join(lines))
+        lines.pop()
+    return tree
 
 
 def replaced_source(source: str, name: str, answer: ast.Module) -> str:
@@ -741,7 +778,6 @@ def replaced_source(source: str, name: str, answer: ast.Module) -> str:
 
     Imports and other functions of the answer come along. Decorators are those of the source."""
     beside = []
-    written = None
     for node in answer.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             written = node
@@ -759,14 +795,12 @@ def replaced_source(source: str, name: str, answer: ast.Module) -> str:
 
 
 def score_code(task: Task, text: str, time_limit: float = TIME_LIMIT) -> Verdict:
-    """Runs the function's examples with the answer in its place.
+    """Runs the function's examples with its body as the answer has it.
 
     UserError where the package is not the one that the task was made of."""
     scoring = CodeScoring(**task.scoring)
     source = module_source(scoring)
-    answer = answered_code(text, scoring.function)
-    if answer is None:
-        return Verdict(False, "no such function")
+    answer = answered_code(task.opening + text)
     return run_examples(scoring, replaced_source(source, scoring.function, answer), time_limit)
 
 
@@ -881,9 +915,13 @@ def drop_half_line(path: Path) -> None:
 
 
 def answer_batch(engine: Engine, tokenizer: Tokenizer, tasks: list[Task]) -> list[list[int]]:
-    """Greedy answers to tasks of one max_new_tokens, one in each of the first rows.
+    """Greedy answers to tasks of one kind (`batches`), one in each of the first rows.
 
-    An answer ends with the model's stop token, or where its first code block has ended."""
+    An answer ends with the model's stop token, or where its first code block has ended, which the
+    opening may have begun."""
+    fences = 2
+    if tasks[0].opening:
+        fences = 1
 
     def stops(ids: list[int]) -> bool:
         if ids[-1] in tokenizer.stop_ids:
@@ -891,7 +929,7 @@ def answer_batch(engine: Engine, tokenizer: Tokenizer, tasks: list[Task]) -> lis
         # One token late, since the last one may hold more than the end of the block.
         if "```" not in tokenizer.decode(ids[-9:-1]):
             return False
-        return tokenizer.decode(ids[:-1]).count("```") >= 2
+        return tokenizer.decode(ids[:-1]).count("```") >= fences
 
     idle = [[]] * (engine.context.batch_size - len(tasks))
     engine.prefill([task.ids for task in tasks] + idle)
@@ -903,12 +941,20 @@ def answer_batch(engine: Engine, tokenizer: Tokenizer, tasks: list[Task]) -> lis
     return answers
 
 
+def answer_text(tokenizer: Tokenizer, task: Task, ids: list[int]) -> str:
+    """The text of an answer. What goes on with an opening keeps the space that it begins with;
+    without an opening a tokenizer may leave it out."""
+    return tokenizer.decode(ids, after=tokenizer.encode_continuation(task.opening))
+
+
 def batches(tasks: list[Task], rows: int) -> Iterator[list[Task]]:
-    """At most `rows` tasks each, of one max_new_tokens."""
-    for most in sorted({task.max_new_tokens for task in tasks}):
-        alike = [task for task in tasks if task.max_new_tokens == most]
-        for first in range(0, len(alike), rows):
-            yield alike[first : first + rows]
+    """At most `rows` tasks each, of one kind: one max_new_tokens, with or without an opening."""
+    kinds = {}
+    for task in tasks:
+        kinds.setdefault((task.max_new_tokens, bool(task.opening)), []).append(task)
+    for kind in sorted(kinds):
+        for first in range(0, len(kinds[kind]), rows):
+            yield kinds[kind][first : first + rows]
 
 
 def answer_tasks(
@@ -928,7 +974,7 @@ def answer_tasks(
                     method=candidate.label,
                     id=task.id,
                     fingerprint=task.fingerprint(),
-                    text=tokenizer.decode(ids),
+                    text=answer_text(tokenizer, task, ids),
                     n_tokens=len(ids),
                     costs=costs,
                 )
@@ -1044,7 +1090,8 @@ def run_run(args: argparse.Namespace) -> None:
     tasks = read_json_lines(args.tasks, Task)
     if not tasks:
         raise UserError(f"{args.tasks} has no tasks; make some")
-    if encode_chat(load_tokenizer(args.checkpoint), tasks[0].messages) != tasks[0].ids:
+    first = tasks[0]
+    if encode_prompt(load_tokenizer(args.checkpoint), first.messages, first.opening) != first.ids:
         raise UserError(f"{args.tasks} was made for another model; make it with this --checkpoint")
     # Budgets may be fractions of the capacity, so that it is the same whatever is left to do.
     capacity = max(len(task.ids) + task.max_new_tokens for task in tasks)

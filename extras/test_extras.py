@@ -8,6 +8,7 @@ import collections
 import contextlib
 import copy
 import csv
+import dataclasses
 import functools
 import gc
 import importlib.util
@@ -182,7 +183,7 @@ SAME_WITH_KERNELS = [
     ("streaming", {"sinks": 4, "recent": 12}, 4, "attend_plain"),
     ("snapkv", SNAP, 2, "attend_plain"),
     ("random", {"keep": 24}, 2, "attend_plain"),
-    ("fp8", {}, 2, "attend_plain"),
+    ("fp8", {}, 2, ""),  # heads of 128 dims in 16 bits have a kernel, which is not of kernels.py
     ("fp8", CENTRED, 2, "attend_logits"),
     ("turboquant", {"bits": 2, "head_dim": 80}, 2, ""),
     ("sals_cann", {"head_dim": 80}, 2, "scores select"),
@@ -528,6 +529,153 @@ def test_codes_of_biased_keys_need_their_mean_taken_off(method, bias, fails):
         errors.append(error(torch.cat([step(cache, n, q, k, v) for n in range(50, 60)]), truth))
     plain, centred = errors
     assert centred < 0.2 and (plain > 5 * centred) == fails, errors
+
+
+# ---- attention over e4m3
+
+
+def e4m3_case(dtype, B, S, Hkv, G, pos, biased):
+    """Arguments of launch_attend_e4m3 with NaN in every slot that it must not read, and what it
+    gives. Keys of the first head have the smallest exponents, subnormal numbers among them."""
+    bytes_of_key = randn(B, Hkv, S, 128).mul(60).to(baselines.E4M3).view(torch.uint8)
+    bytes_of_key[:, 0] = randn(B, S, 128).mul(300).to(torch.uint8) & 0b10011111
+    bytes_of_value = randn(B, Hkv, S, 128, seed=1).mul(60).to(baselines.E4M3).view(torch.uint8)
+    k_scale = randn(B, Hkv, seed=2).abs() / 60 + 0.01
+    k_scale[:, 0] *= 1000
+    arguments = {
+        "q": randn(B, Hkv * G, 128, dtype=dtype),
+        "k": bytes_of_key,
+        "v": bytes_of_value,
+        "k_scale": k_scale,
+        "v_scale": randn(B, Hkv, seed=3).abs() + 0.01,
+        "pos": test_all.positions(*pos),
+        "bias": randn(B, Hkv * G, S, seed=4).mul(10) if biased else None,
+        "scale": 128**-0.5,
+    }
+    truth = baselines.attend_e4m3_reference(**arguments)
+    for b, last in enumerate(pos):
+        bytes_of_key[b, :, last + 1 :] = 0x7F  # NaN
+        bytes_of_value[b, :, last + 1 :] = 0xFF
+        if biased:
+            arguments["bias"][b, :, last + 1 :] = torch.nan
+    return arguments, truth
+
+
+IN_16_BITS = [dtype for dtype in test_all.DTYPES if dtype != torch.float32]
+HAS_E4M3 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+needs_e4m3 = pytest.mark.skipif(not HAS_E4M3, reason="this GPU has no e4m3")
+
+
+@needs_e4m3
+@pytest.mark.parametrize("dtype", IN_16_BITS)
+@pytest.mark.parametrize(
+    "B, S, Hkv, G, pos, biased",
+    [
+        (1, 1, 1, 1, (0,), False),
+        (3, 301, 2, 4, (300, 64, 3), False),
+        (3, 301, 2, 4, (63, 290, 0), True),
+        (2, 77, 2, 1, (76, 50), True),
+        (1, 140, 1, 12, (139,), False),  # more queries than 8
+    ],
+)
+@poisoned
+def test_kernel_attend_e4m3(dtype, B, S, Hkv, G, pos, biased):
+    arguments, truth = e4m3_case(dtype, B, S, Hkv, G, pos, biased)
+    test_all.close(baselines.launch_attend_e4m3(**arguments), truth, dtype)
+
+
+@needs_e4m3
+def test_kernel_attend_e4m3_takes_stores_of_longer_strides():
+    """As where vectors of a token lie together, whatever the head."""
+    arguments, truth = e4m3_case(IN_16_BITS[0], 2, 150, 2, 2, (149, 80), True)
+    for name in ("k", "v"):
+        arguments[name] = arguments[name].transpose(1, 2).contiguous().transpose(1, 2)
+    test_all.close(baselines.launch_attend_e4m3(**arguments), truth, IN_16_BITS[0])
+
+
+@needs_e4m3
+@pytest.mark.parametrize("options", [{}, CENTRED], ids=["fp8", "centred"])
+def test_kernel_attend_e4m3_in_decode_equals_decode_without(options, monkeypatch):
+    """The same logits, ragged rows; in fp32 there is no kernel."""
+    launch = mock.Mock(wraps=baselines.launch_attend_e4m3)
+    monkeypatch.setattr(baselines, "launch_attend_e4m3", launch)
+    prompts = [random_ids(n, n) for n in (5, 31, 58)]
+    for dtype in (IN_16_BITS[-1], torch.float32):
+        logits = []
+        for kernel in (False, True):
+            model = tiny_model(n_layers=2, n_heads=4, n_kv_heads=2, head_dim=128, qkv_bias=True)
+            engine = make_engine(model.to(DEVICE, dtype), "fp8", 3, 64, kernel=kernel, **options)
+            logits.append(logits_through(engine, prompts, [random_ids(2)] * 3))
+            assert launch.called == (kernel and dtype != torch.float32)
+            launch.reset_mock()
+        assert error(logits[1], logits[0]) < 3 * test_all.TOLERANCE[dtype]
+
+
+E4M3_REFUSED = [  # arguments and their changes, the message
+    ({"q": lambda q: q.float()}, "q must have 16 bits"),
+    ({"q": lambda q: q[..., :64]}, "heads have 128 dims here, not 64"),
+    ({"q": lambda q: q[:, :3]}, "3 query heads do not divide over 2"),
+    ({"q": test_all.turned}, "q .* must be contiguous"),
+    ({"pos": lambda pos: pos.long()}, "pos must be torch.int32"),
+    ({"k": lambda k: k.view(baselines.E4M3)}, "keys must be torch.uint8"),
+    ({"k": test_all.turned}, "keys must be whole vectors"),
+    ({"v": lambda v: v[:, :, :32]}, "values must be"),
+    ({"k_scale": lambda x: x[:, :1]}, "k_scale must be"),
+    ({"v_scale": lambda x: x.half()}, "v_scale must be torch.float32"),
+    ({"bias": lambda x: x[..., :32]}, "bias must be"),
+]
+
+
+@pytest.mark.parametrize("changes, message", E4M3_REFUSED)
+def test_kernel_attend_e4m3_refuses_what_it_would_get_wrong(changes, message):
+    arguments, _ = e4m3_case(IN_16_BITS[0], 2, 40, 2, 2, (39, 9), True)
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=message):
+        baselines.launch_attend_e4m3(**arguments)
+
+
+@needs_e4m3
+def test_kernel_attend_e4m3_does_what_torch_compile_is_told():
+    arguments, _ = e4m3_case(IN_16_BITS[0], 2, 40, 2, 2, (39, 39), True)
+    torch.library.opcheck(baselines.launch_attend_e4m3, (), arguments)
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_kernel_attend_e4m3_compiles_for_every_gpu_that_has_e4m3(capability):
+    """Values become halves in the threads whose operands they are: no halves of theirs move through
+    shared memory. With triton 3.6, which GPUs ran, none of keys do."""
+    program = f"""
+        import extras.baselines as baselines
+        baselines._attend_e4m3_kernel = Compile("_attend_e4m3_kernel", baselines)
+        kernels._merge_kernel = Compile("_merge_kernel")
+        B, S, bf16 = 2, 512, torch.bfloat16
+        for H, G, dtype, biased in ((8, 4, bf16, False), (32, 1, half, True)):
+            codes, one = zeros(B, H, S, 128, dtype=torch.uint8), torch.ones(B, H)
+            bias = zeros(B, H * G, S, dtype=fp32) if biased else None
+            baselines.launch_attend_e4m3(
+                zeros(B, H * G, 128, dtype=dtype), codes, codes, one, one, zeros(B, dtype=i32),
+                bias, 1.0,
+            )
+        made = [kernel for name, kernel in compiled if name == "_attend_e4m3_kernel"]
+        assert len(made) == 2
+        for kernel in made:
+            ptx = kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
+            assert "cvt.rn.f16x2.e4m3x2" in ptx and "mma.sync" in ptx
+            tiles = ["128x64"]
+            if kernels.triton.__version__.startswith("3.6."):
+                tiles.append("64x128")
+            for tile in tiles:
+                moves = "(local_alloc|local_load|convert_layout) .*<" + tile + "xf16"
+                assert not re.search(moves, kernel.asm["ttgir"]), tile
+            if {capability} >= 90:
+                before, after = ptx.split("griddepcontrol.wait")  # one
+                assert kernel.metadata.launch_pdl
+                for touch in ("ld.global", "st.global", "cp.async"):
+                    assert touch not in before, touch
+    """
+    test_all.run_for_hopper(program, capability=capability)
 
 
 # ---- Double Sparse
@@ -2720,11 +2868,9 @@ needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="Hopper's instructions")
 @pytest.fixture
 def hopper(monkeypatch):
     """extras/hopper.py, in use whatever the GPU."""
-    for name in ("latents", "channels"):
-        monkeypatch.setattr(kernels, f"faster_attend_{name}", None)  # as it will be again
+    monkeypatch.setattr(kernels, "faster_attend_latents", None)  # as it will be again
     module = pytest.importorskip("extras.hopper")
     monkeypatch.setattr(kernels, "faster_attend_latents", module.attend_latents)
-    monkeypatch.setattr(kernels, "faster_attend_channels", module.attend_channels)
     monkeypatch.setattr(generate, "import_hopper", lambda device: module)
     return module
 
@@ -2739,7 +2885,6 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys.modules["extras"], "hopper", pytest.importorskip("extras.hopper"))
     monkeypatch.setattr(kernels, "faster_attend_latents", None)
-    monkeypatch.setattr(kernels, "faster_attend_channels", None)
     monkeypatch.delitem(sys.modules, "extras.hopper")
     assert found(8) is found(10) is kernels.faster_attend_latents is None
     with monkeypatch.context() as patch:
@@ -2748,7 +2893,6 @@ def test_hopper_is_used_on_such_a_gpu_where_the_file_is(monkeypatch, tmp_path):
         module = found(9)
     assert module.__name__ == "extras.hopper"
     assert kernels.faster_attend_latents is module.attend_latents
-    assert kernels.faster_attend_channels is module.attend_channels
     monkeypatch.setitem(sys.modules, "extras.hopper", None)  # as if there were no such file
     assert found(9) is None
     monkeypatch.delitem(sys.modules, "extras.hopper")
@@ -2768,26 +2912,17 @@ def test_an_engine_with_kernels_asks_for_hopper(monkeypatch):
     assert asked.called
 
 
-@pytest.mark.parametrize("form", ["joint mixed latents", "channels"])
-def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch, form):
-    tokens = "all" if form == "channels" else "row"
-    case = (torch.float32, form, tokens, 1, 40, 2, 2, 32, 32, 4, 0, (39,))
+def test_attention_takes_the_faster_function_where_it_returns_something(monkeypatch):
+    case = (torch.float32, "joint mixed latents", "row", 1, 40, 2, 2, 32, 32, 4, 0, (39,))
     given, truth = attend_case(*case)
     other_result = torch.full_like(launch_attend(*given), 7)
-    name = f"faster_attend_{form.split()[-1]}"
     for made, expected in ((None, truth), (other_result, other_result)):
-        monkeypatch.setattr(kernels, name, lambda *_, made=made: made)
+        monkeypatch.setattr(kernels, "faster_attend_latents", lambda *_, made=made: made)
         assert error(launch_attend(*given), expected) < 1e-5
 
 
 @needs_hopper
-def test_kernel_hopper_operators_do_what_torch_compile_is_told(hopper):
-    given, _ = attend_case(
-        torch.bfloat16, "channels", "all", 2, 300, 2, 2, 128, 128, 4, 64, (299, 100)
-    )
-    q, _, keys, values, bits, pos, _, exact, scale = given
-    operation = kernels.launch_attend_channels
-    torch.library.opcheck(operation, (q, *keys, *values, bits, pos, exact, scale))
+def test_kernel_hopper_linear_chain_does_what_torch_compile_is_told(hopper):
     torch.library.opcheck(hopper.linear_chain, chain_inputs(2, 48, 64, 32, 40, biased=True))
 
 
@@ -2897,42 +3032,14 @@ def test_kernel_hopper_streams_the_basis_where_it_can(hopper, monkeypatch):
     assert not takes(cuda, *fits)
 
 
-SHARED = (2, 4)  # bits of keys and of values
-
-
-@needs_hopper
-@pytest.mark.parametrize("bits", SHARED)
-@pytest.mark.parametrize("G, programs", [(2, 1), (4, 4), (5, 132), (8, 40)])
-@poisoned
-def test_kernel_hopper_attend_shared_keys(hopper, monkeypatch, bits, G, programs):
-    """One program a head, which writes the result itself, several, and more than short rows have
-    tiles."""
-    monkeypatch.setattr(hopper, "SMS", programs)
-    monkeypatch.setattr(kernels, "_attend_channels_kernel", None)
-    sizes = (
-        (4, 1001, 3, 96, (1000, 0, 511, 32)),
-        (2, 7, 1, 32, (6, 2)),
-        (3, 96, 2, 32, (95, 64, 63)),
-    )
-    for B, S, Hkv, z, pos in sizes:
-        test_all.check_attend(
-            torch.bfloat16, "channels", "all", B, S, Hkv, G, 128, 128, bits, z, pos
-        )
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(
-    hopper, monkeypatch, joint
-):
+def test_kernel_hopper_goes_without_bulk_copies_where_tensors_are_not_aligned(hopper, monkeypatch):
     asked = []
-    for plan in ("streams_basis", "shares_keys"):
-        monkeypatch.setattr(hopper, plan, lambda *_: asked.append(True) or True)
-    for kernel in ("_streamed_logits", "_attend_shared"):
-        monkeypatch.setattr(hopper, kernel, None)
-    case = ("joint latents", "row", 1, 90, 2, 1) if joint else ("channels", "all", 1, 96, 2, 4)
-    given, truth = attend_case(torch.float16, *case, 64, 64, 4, 8, (80,), written=True)
+    monkeypatch.setattr(hopper, "streams_basis", lambda *_: asked.append(True) or True)
+    monkeypatch.setattr(hopper, "_streamed_logits", None)
+    case = ("joint latents", "row", 1, 90, 2, 1, 64, 64, 4, 8, (80,))
+    given, truth = attend_case(torch.float16, *case, written=True)
     first, *others = given[2]
-    stored = first[:, :1] if joint else first
+    stored = first[:, :1]
     shift = 4 // first.element_size()  # a whole word, which codes are read by
     context = torch.empty(stored.numel() + shift, dtype=first.dtype, device=DEVICE)
     shifted = context[shift:].view(stored.shape).copy_(stored).expand(first.shape)
@@ -3297,28 +3404,19 @@ LATENTS += [("joint mixed latents", 8, 4, 128, 2, 64, 512)]
 # a kernel, how it multiplies, how many of its partitions wait for the kernel before, cases
 COMPILED = [
     ("_streamed_logits_kernel", "wgmma", 2, LATENTS),  # both consumers
-    (
-        "_shared_keys_kernel",
-        "mma.sync",
-        0,
-        [("channels", 8, 4, 128, bits, 64, 0) for bits in SHARED],
-    ),
     # the consumer, and who loads its inputs
     ("_linear_chain_kernel", "wgmma", 2, [(4, 1), (16, 2)]),
 ]
 
 
-@pytest.mark.parametrize(
-    "kernel, multiply, waits, cases", COMPILED, ids=["latents", "shared", "chain"]
-)
+@pytest.mark.parametrize("kernel, multiply, waits, cases", COMPILED, ids=["latents", "chain"])
 def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits, cases, tmp_path):
     def arguments(what, *sizes):
         if kernel == "_linear_chain_kernel":
             given = chain_inputs(what, 512, 256, 768, 1000, biased=sizes[0] > 1)
             return given + (torch.zeros(sizes[0], dtype=torch.int64), sizes[0] - 1) * (sizes[0] > 1)
         Hkv, G, D, bits, z, r = sizes
-        tokens = "all" if what == "channels" else "row"
-        case = (torch.bfloat16, what, tokens, 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
+        case = (torch.bfloat16, what, "row", 4, 500, Hkv, G, D, D, bits, z, (499,) * 4)
         return attend_case(*case, n=448, r=r)[0]
 
     torch.save([arguments(*case) for case in cases], tmp_path / "calls")
@@ -3331,7 +3429,7 @@ def test_hopper_operations_compile_without_a_gpu(hopper, kernel, multiply, waits
         import test_all
         kernels._attend_logits_kernel = Compile("_attend_logits_kernel")
         kernels.merge_splits = lambda parts, q: parts.out
-        hopper.streams_basis = hopper.shares_keys = hopper.chains_linears = lambda *_: True
+        hopper.streams_basis = hopper.chains_linears = lambda *_: True
         hopper.SMS = 1
         operation = hopper.linear_chain if "chain" in "{kernel}" else test_all.launch_attend
         for given in torch.load("{tmp_path}/calls", map_location="cpu"):
@@ -4208,7 +4306,45 @@ def is_not_called(x):
     """
     y = x * LIMIT
     return y
-'''.lstrip(),
+
+
+def is_long(x):
+    """
+    >>> is_long(1)
+    26
+    >>> is_long(2)
+    27
+    """
+    x -= LIMIT
+BODY
+    return x
+
+
+def is_explained_at_length(x):
+    """
+    >>> is_explained_at_length(1)
+    10
+    >>> is_explained_at_length(2)
+    20
+TEXT
+    """
+    return x * LIMIT
+
+
+def has_a_code_block(x):
+    """
+    ```
+    >>> has_a_code_block(1)
+    10
+    >>> has_a_code_block(2)
+    20
+
+    ```
+    """
+    return x * LIMIT
+'''.lstrip()
+    .replace("BODY", "    x += 1\n" * 35)
+    .replace("TEXT", "    and on\n" * 35),
     "other.py": "\n".join(f"def other_{i}(x):\n    return x * {i}\n\n" for i in range(300)),
     "test_core.py": "def test_nothing():\n    assert clip",
     "__init__.py": "from .core import clip, twice_clipped\n",
@@ -4291,7 +4427,7 @@ def test_the_leaderboards_checker_scores_tool_calls():
     pytest.importorskip("bfcl_eval")
     for category, case in itertools.product(tasks.CATEGORIES, range(0, 200, 10)):
         case = tasks.bfcl_cases(category)[case]
-        task = tasks.Task(case.id, category, case.messages, [1], 1, vars(case.scoring))
+        task = tasks.Task(case.id, category, case.messages, "", [1], 1, vars(case.scoring))
         right = tasks.right_answer(case.scoring)
         assert tasks.score_tools(task, right).is_right, case.id
 
@@ -4325,7 +4461,7 @@ def test_tools_of_other_cases_fill_the_prompt(chat_nano):
     assert collections.Counter(task.category for task in made) == counts
     places = []  # of the right functions
     for task in made:
-        assert 1900 < len(task.ids) <= 2010
+        assert 1900 < len(task.ids) <= 2010 and task.opening == ""
         assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
         system, *rest = task.messages
         assert system["role"] == "system" and rest[-1]["role"] == "user"
@@ -4371,69 +4507,103 @@ def test_functions_with_examples_that_need_their_file_become_tasks(toy_package, 
         tasks.code_tasks(writer, ["no_package"], 1)
 
 
+CLIP_OPENING = '''```python
+def clip(x):
+    """A number, but at most the limit.
+
+    >>> clip(3)
+    3
+    >>> clip(30)
+    10
+
+    Negative numbers stay:
+
+    That is all.
+    """
+'''
+
+
+def test_the_answer_is_begun_with_all_above_the_body(toy_package, chat_nano):
+    tokenizer = load_tokenizer(chat_nano)
+    task = toy_task(toy_package, chat_nano)
+    assert task.opening == CLIP_OPENING
+    opening = tokenizer.encode_continuation(task.opening)
+    assert task.ids[-len(opening) :] == opening
+    assert task.ids[: -len(opening)] == generate.encode_chat(tokenizer, task.messages)
+    twice = toy_task(toy_package, chat_nano, "twice_clipped")
+    assert twice.opening.startswith("```python\n@doubled\ndef twice_clipped(x):\n")
+    assert ">>> twice_clipped(3)" in twice.opening and "(30)" not in twice.opening
+
+
 def test_the_body_and_half_of_the_examples_are_not_in_the_prompt(toy_package, chat_nano):
-    for length in (240, 600, 1500):
+    for length in (250, 600, 1500):
         task = toy_task(toy_package, chat_nano, length=length)
         assert length - 60 < len(task.ids) <= length + 10, length
-        assert task.ids == generate.encode_chat(load_tokenizer(chat_nano), task.messages)
         (message,) = task.messages
         text = message["content"]
-        above, below = text.split("Complete this function of toy_numbers/core.py.")
-        assert "secret" not in text and ">>> clip(-5)" not in text and ">>> clip(11)" not in text
-        assert "def clip(x):" not in above
-        for shown in ("def clip(x):", ">>> clip(3)\n    3\n", ">>> clip(30)", "Negative numbers"):
-            assert shown in below
-        assert "That is all." in below and '"""\n    # the body is missing' in below
+        for hidden in ("secret", ">>> clip(-5)", ">>> clip(11)"):
+            assert hidden not in text + task.opening
+        # The head of the function is in the opening alone.
+        assert "def clip(x):" not in text and ">>> clip(3)" not in text
+        assert "Complete the function clip of toy_numbers/core.py." in text
         # What the body needs is there even where little else is.
-        assert "LIMIT = 10" in above
-        assert ("def unused" in above) == (length > 240)
-        assert ("def other_3(" in above) == (length > 240)
+        assert "LIMIT = 10" in text
+        assert ("def unused" in text) == (length > 250)
+        assert ("def other_3(" in text) == (length > 250)
         assert "test_nothing" not in text
     assert toy_task(toy_package, chat_nano, length=100) is None
     examples = task.scoring["docstring"]
     assert "clip(-5)" in examples and "clip(11)" in examples
 
 
+CLIP_BODY = "    return min(x, LIMIT)\n"
+
+
 def test_code_is_right_where_all_examples_pass(toy_package, chat_nano):
     task = toy_task(toy_package, chat_nano)
-    right = "def clip(x):\n    return min(x, LIMIT)"
+    true_body = "    if x > LIMIT:\n        x = LIMIT  # the secret of the body\n    return x"
+    assert "".join(f"{line}\n" for line in toy_functions(toy_package)["clip"].body) == (
+        f"{true_body}\n"
+    )
     for text in (
-        right,
-        f"Sure:\n```python\n{right}\n```\nThis takes the smaller one.",
-        f"```\n{right}",  # the end is cut
-        f"```\npip install x\n```\n```python\n{right}\n```",
-        "```python\nimport math\n\ndef helper(x):\n    return math.floor(min(x, LIMIT))\n\n"
-        "def clip(x):\n    return helper(x)\n\nprint(clip(1))\n```",
-        f"@unknown\n{right}",
+        true_body,
+        CLIP_BODY,
+        f"{CLIP_BODY}```\nThis takes the smaller one:\n```\nclip(\n```",
+        f"{CLIP_BODY}\nThis takes the smaller one.",
+        f"{CLIP_BODY}\n\ndef cut(x):\n    return min(x, max(",  # it was too long
+        "    import math\n\n    return helper(x)\n\n\nfrom math import floor\n\n\n"
+        "def helper(x):\n    return floor(min(x, LIMIT))\n\n\nprint(clip(1))\n```",
+        f"    return None\n\n\n@unknown\ndef clip(x):\n{CLIP_BODY}```",
     ):
         assert tasks.score_code(task, text) == tasks.Verdict(True), text
+    after = "\n\ndef after(x="
     for text, reason in (
-        ("", "no such function"),
-        ("def other(x):\n    return x", "no such function"),
-        ("```python\ndef clip(x:\n```", "no such function"),
-        ("def clip(x):\n    return x", "2 of 4 examples fail"),
-        ("def clip(x):\n    return None", "4 of 4 examples fail"),
-        ("def clip(x):\n    print('RESULT 0 of 4'); import os; os._exit(0)", "exit code 0"),
-        ("def clip(x):\n    import sys; sys.exit(3)", "4 of 4 examples fail"),
-        ("def clip(x, y=__import__('sys').exit(3)):\n    return x", "exit code 3"),
-        ("def clip(x, y=missing):\n    return x", "exit code 1: NameError"),
-        ("def clip(x):\n    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
+        ("", "4 of 4 examples fail"),
+        ("```", "4 of 4 examples fail"),
+        ("return min(x, LIMIT)", "4 of 4 examples fail"),
+        (f"```\n```python\ndef clip(x):\n{CLIP_BODY}```", "4 of 4 examples fail"),
+        ("    return x", "2 of 4 examples fail"),
+        ("    return min(abs(x), LIMIT)", "1 of 4 examples fail"),  # one that is hidden
+        ("    return None", "4 of 4 examples fail"),
+        ("    print('RESULT 0 of 4'); import os; os._exit(0)", "exit code 0"),
+        ("    import sys; sys.exit(3)", "4 of 4 examples fail"),
+        (f"{CLIP_BODY}{after}__import__('sys').exit(3)):\n    return x", "exit code 3"),
+        (f"{CLIP_BODY}{after}missing):\n    return x", "exit code 1: NameError"),
+        ("    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
     ):
         verdict = tasks.score_code(task, text)
         assert not verdict.is_right and verdict.reason.startswith(reason), (text, verdict)
-    # Decorators are those of the package, whatever the answer has.
     twice = toy_task(toy_package, chat_nano, "twice_clipped")
-    for above in ("", "@doubled\n"):
-        assert tasks.score_code(twice, f"{above}def twice_clipped(x):\n    return min(x, LIMIT)")[0]
+    assert tasks.score_code(twice, CLIP_BODY).is_right  # it is doubled once
     task.scoring["source_hash"] = "0"
     with pytest.raises(UserError, match="toy_numbers.core: the tasks were made with toy_numbers"):
-        tasks.score_code(task, right)
+        tasks.score_code(task, CLIP_BODY)
 
 
 def test_code_that_does_not_end_is_stopped(toy_package, chat_nano):
     task = toy_task(toy_package, chat_nano)
     started = time.time()
-    verdict = tasks.score_code(task, "def clip(x):\n    while True:\n        pass", time_limit=1)
+    verdict = tasks.score_code(task, "    while True:\n        pass", time_limit=1)
     assert verdict == tasks.Verdict(False, "no end after 1 s")
     assert time.time() - started < tasks.TIME_LIMIT / 2
 
@@ -4468,7 +4638,8 @@ def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, m
     llm = generate.LLM(chat_nano, device="cpu")
     for task in toy_tasks:
         output = llm.generate(task.ids, task.max_new_tokens)
-        assert dense[task.id].text == output.text.split("```")[0], task.id
+        text = tasks.answer_text(llm.tokenizer, task, output.token_ids)
+        assert dense[task.id].text == text.split("```")[0], task.id
         assert dense[task.id].n_tokens <= task.max_new_tokens
 
     # What is there is not made again; half a line is.
@@ -4491,14 +4662,14 @@ def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, m
     assert asked == [["task 0"]] * 2
 
 
-def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
-    tokenizer = load_tokenizer(chat_nano)
+def scripted_answers(monkeypatch, folder, batch, written):
+    """What answer_batch takes of these texts, where the model writes them."""
+    tokenizer = load_tokenizer(folder)
     engine = test_all.fitted_engine(NANO, "dense", 3, 900)
-    written = ["```python\nx\n```\nmore text of it", "no code at all, to the end of it"]
     scripts = [tokenizer.encode_continuation(text) for text in written]
 
     def decode(engine, most, stops, stride, rows):
-        assert rows == 2
+        assert rows == len(scripts)
         for row, script in enumerate(scripts):
             for n in range(1, len(script) + 1):
                 is_stop = stops(script[:n])
@@ -4507,15 +4678,30 @@ def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
                     break
 
     monkeypatch.setattr(tasks, "decode_tokens", decode)
-    answers = tasks.answer_batch(engine, tokenizer, toy_tasks[:2])
-    first, second = (tokenizer.decode(ids) for ids in answers)
-    assert first.startswith("```python\nx\n```") and "text" not in first
-    assert second == written[1]
+    made = tasks.answer_batch(engine, tokenizer, batch)
+    return [tasks.answer_text(tokenizer, *pair) for pair in zip(batch, made, strict=True)]
+
+
+def test_an_answer_ends_with_its_code_block(monkeypatch, toy_tasks, chat_nano):
+    """The opening of code has begun the block. Without an opening the answer begins it."""
+    for opening, block in ((CLIP_OPENING, "    x\n```"), ("", "```json\nx\n```")):
+        batch = [dataclasses.replace(task, opening=opening) for task in toy_tasks[:2]]
+        # What goes on with an opening keeps its indentation.
+        written = [f"{block}\nmore text of it", "no code at all, to the end of it"]
+        first, second = scripted_answers(monkeypatch, chat_nano, batch, written)
+        assert first.startswith(block) and "text" not in first
+        assert second == written[1]
+
+
+def test_batches_are_of_one_kind(toy_tasks):
+    toy_tasks[1].opening = ""
+    ids = [[task.id for task in batch] for batch in tasks.batches(toy_tasks, 2)]
+    assert ids == [["task 1"], ["task 0", "task 2"], ["task 3"], ["task 4", "task 5"]]
 
 
 def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    right = "def clip(x):\n    return min(x, LIMIT)"
+    right = CLIP_BODY
     texts = {
         "dense": [right, right, right, "", "", ""],
         "sals": [right, right, "", right, "", ""],
@@ -4540,7 +4726,7 @@ def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypat
     assert "code flips" in out and json.loads(out.splitlines()[-1])["rows"][1]["code"] == 50
     judged = [json.loads(verdict) for verdict in Path("verdicts.jsonl").read_text().splitlines()]
     assert [x["is_right"] for x in judged] == [text == right for x in texts.values() for text in x]
-    assert judged[3]["reason"] == "no such function"
+    assert judged[3]["reason"] == "4 of 4 examples fail"
 
 
 def test_tasks_of_something_else_are_refused(cli, toy_tasks, chat_nano, tmp_path, monkeypatch):
