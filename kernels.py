@@ -2103,12 +2103,17 @@ def plain_config(dtype: torch.dtype, DV: int, is_large: bool) -> TileConfig:
     return TileConfig(64 if DV <= 128 else 32, warps=4, stages=2, programs_a_sm=4)
 
 
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program can have 160 KB of shared memory (A100, H100): other GPUs give 99 KB."""
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have: 227 KB on an H100, 163 KB on an A100, and 99
+    KB on the smallest GPUs that kernels run on, and where there is none."""
     if device.type != "cuda":
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin >= 160 * 1024
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program can have 160 KB of shared memory (A100, H100)."""
+    return shared_memory(device) >= 160 * 1024
 
 
 # --------------------------------------------------- shared by the kernels that decode packed codes
@@ -2865,19 +2870,22 @@ def latents_config(
     D: int,
     DV: int,
     plain_v: bool,
-    is_large: bool,
+    shared: int,
 ) -> LatentsConfig:
-    """R8: dims of a latent that are no 4-bit codes; N4: bytes of 4-bit codes; is_large:
-    has_large_shared_memory. Measured on an H200."""
+    """R8: dims of a latent that are no 4-bit codes; N4: bytes of 4-bit codes; shared: bytes of
+    shared memory. Measured on an H200."""
     itemsize = 4 if dtype == torch.float32 else 1 if coded else 2
     R = R8 + 2 * N4
     # The basis of a head stays in shared memory if it fits beside the tiles, else each tile loads
-    # it again, in lines of 128 bytes. In large shared memory half as many programs hold a basis of
-    # up to 128 KB in codes, which is faster than to load it for each tile.
+    # it again, in lines of 128 bytes. On a Hopper GPU half as many programs hold a basis of up to
+    # 128 KB in codes, which is faster than to load it for each tile.
+    is_large = shared >= 160 << 10
     basis_bytes = power2(R, 32) * itemsize * power2(D, 16)
     most_held = 32 << 10
     if is_large:
-        most_held = (128 if coded else 64) << 10
+        most_held = 64 << 10
+    if coded and shared >= 220 << 10:
+        most_held = 128 << 10
     held = basis_bytes <= most_held
     if held:
         RB = power2(R8, 32)
@@ -3030,9 +3038,7 @@ def launch_attend_latents(
             return out
     programs = max(Hkv, chosen.sets)
     G = Hq // programs
-    config = latents_config(
-        q.dtype, R8, N4, coded, D, DV, packing is None, has_large_shared_memory(q.device)
-    )
+    config = latents_config(q.dtype, R8, N4, coded, D, DV, packing is None, shared_memory(q.device))
     splits = attend_splits(chosen.n, B * programs, config.programs_a_sm)
     parts = empty_splits(q, splits, DV)
     _attend_latents_kernel[splits, programs, B](
