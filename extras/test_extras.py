@@ -4193,10 +4193,15 @@ def test_ctrl_c_ends_a_chat_of_several_processes_in_all_of_them(folder, monkeypa
         step(engine)
         signal.raise_signal(signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(generate.Engine, "step", step_and_press)
-        with pytest.raises(KeyboardInterrupt):
-            chat.print_answer(talk, "hello")
+    # What Python does by itself, but not where a shell has begun the tests in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(generate.Engine, "step", step_and_press)
+            with pytest.raises(KeyboardInterrupt):
+                chat.print_answer(talk, "hello")
+    finally:
+        signal.signal(signal.SIGINT, before)
     # At the prompt, too: the other processes wait for the line.
     monkeypatch.setattr(
         sys, "stdin", SimpleNamespace(readline=mock.Mock(side_effect=KeyboardInterrupt))
