@@ -583,8 +583,7 @@ def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: flo
 
 
 def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
-    """Whether kernels.py has a kernel for keys and values of these forms. (It has none for "fp8",
-    "int8" and "levels", which are forms of stores in extras/baselines.py.)"""
+    """Whether kernels.py has a kernel for keys and values of these forms."""
     has_coded_values = values.bits < 16
     if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
         return False
@@ -1426,8 +1425,8 @@ class SalsSettings:
         return fit_budget(max_seq_length, self.sinks, n_selected, self.recent)
 
     def value_bits(self, c: ModelConfig) -> int:
-        """Bits of a value's code: --bits, or 2, and 4 where keys are narrow (ours). There two bits
-        take a third of SALS's bytes, but make more than half of its loss."""
+        """Bits of a value's code: --bits, or 2, and 4 where keys are narrow (ours). There 2 bits
+        make about half of SALS's loss (docs/results.md, "values in 2 and 4 bits")."""
         if self.bits:
             return self.bits
         return 4 if has_few_key_dims(c) else 2

@@ -2880,11 +2880,12 @@ def latents_config(
     # it again, in lines of 128 bytes. On a Hopper GPU half as many programs hold a basis of up to
     # 128 KB in codes, which is faster than to load it for each tile.
     is_large = shared >= 160 << 10
+    has_int8_basis = coded and itemsize == 1
     basis_bytes = power2(R, 32) * itemsize * power2(D, 16)
     most_held = 32 << 10
-    if is_large:
+    if is_large and (has_int8_basis or not coded):
         most_held = 64 << 10
-    if coded and shared >= 220 << 10:
+    if has_int8_basis and shared >= 220 << 10:
         most_held = 128 << 10
     held = basis_bytes <= most_held
     if held:
@@ -2900,16 +2901,15 @@ def latents_config(
     T = 64
     stages = 2
     programs_a_sm = 2  # the basis takes most of the shared memory
-    if itemsize == 4:  # numbers are twice as large as those of 16 bits
+    if itemsize == 4:  # for tests; numbers are twice as large as those of 16 bits
         T = 32
-    elif is_large and coded and held and basis_bytes > 64 << 10:
+        programs_a_sm = 4
+    elif has_int8_basis and held and basis_bytes > 64 << 10:
         programs_a_sm = 1
-    elif is_large and coded and held and basis_bytes > 32 << 10:
-        stages = 1  # two programs, which wait for one another's loads
+    elif has_int8_basis and held and basis_bytes > 32 << 10:
+        stages = 1  # no tile is loaded ahead: the other program multiplies meanwhile
     elif is_large and not (plain_v and DV >= 128):  # these leave no room for a third
         stages = 3
-    if dtype == torch.float32:  # for tests
-        programs_a_sm = 4
     return LatentsConfig(RB, held, wide, narrow, T, 4, stages, programs_a_sm)
 
 

@@ -4924,6 +4924,26 @@ def test_kernel_attend_latents_of_many_4_bit_dims(r):
     check_attend(torch.float16, "joint mixed latents", "row", *sizes, r=r)
 
 
+KB = 1024
+BASES = [  # of 128 dims: r, dtype, KB of shared memory; is it held, by how many programs?
+    (256, torch.bfloat16, 99, True, 2),
+    (512, torch.bfloat16, 99, False, 2),
+    (512, torch.bfloat16, 163, True, 2),
+    (1024, torch.bfloat16, 163, False, 2),
+    (1024, torch.bfloat16, 227, True, 1),
+    (128, torch.float32, 227, False, 4),  # fp32 models multiply codes as fp32
+]
+
+
+@pytest.mark.parametrize("r, dtype, shared, is_held, programs", BASES)
+def test_kernel_attend_latents_holds_a_basis_where_it_fits(r, dtype, shared, is_held, programs):
+    R8 = r // 4
+    N4 = (r - R8) // 2
+    config = kernels.latents_config(dtype, R8, N4, True, 128, 128, False, shared * KB)
+    assert config.HELD == is_held
+    assert config.programs_a_sm == programs
+
+
 RISES = [(-3, 3), (3, -3), (-40, -40)]
 
 

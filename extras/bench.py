@@ -512,10 +512,8 @@ def bytes_moved(name: str, args: tuple, result: object) -> float:
         bytes_of_storage[storage.data_ptr()] = storage.nbytes()
     total = sum(bytes_of_storage.values())
 
-    if name in (
-        "scores",
-        "block_scores",
-    ):  # reads the leading dims of latents or keys: as many as queries have
+    if name in ("scores", "block_scores"):
+        # They read the leading dims of latents or keys: as many as queries have.
         queries, vectors, *_ = args
         return total * queries.shape[-1] / vectors.shape[-1]
 

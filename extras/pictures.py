@@ -25,6 +25,7 @@ import torch
 
 from calibrate import writable_folder
 from compress import Cache, HostStore, load_artifact, replacing_file, settings_from
+from extras import bench
 from extras.bench import FIT_SHAPES, GIGABYTE, tokens_that_fit
 from extras.evaluate import TASKS
 from generate import Parser, ProgressLine
@@ -537,8 +538,8 @@ def request_rate(row: dict[str, str], n_written: int) -> float:
     measured = optional_number(row, f"request_rate_{n_written}")
     if measured is not None:
         return measured
-    seconds = number(row, "read_s") + n_written * number(row, "ms") / 1000
-    return number(row, "batch") * n_written / seconds
+    figures = {name: number(row, name) for name in ("batch", "ms", "read_s")}
+    return bench.request_rate(figures, n_written)
 
 
 THROUGHPUT_TICKS = ("1024", "4096", "steps alone")
@@ -811,7 +812,10 @@ def draw_steps(figure, tables: dict[str, Table]) -> None:
 def draw_step_lines(axis, lines: dict[str, dict[int, float]]) -> list[Label]:
     """Draws a line for each method with several lengths. Returns the labels of their ends."""
     labels = []
-    lengths = sorted({length for times in lines.values() for length in times})
+    lengths = set()
+    for times in lines.values():
+        lengths.update(times)
+    lengths = sorted(lengths)
     for method, times in lines.items():
         if len(times) < 2:
             continue
