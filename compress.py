@@ -3430,10 +3430,14 @@ class FdcCache(Cache):
 
         # Flash attention wants one width for q, k and v of all its heads. So each head is padded
         # with zeros, which change no product, to a multiple of 32. Heads of the same width then go
-        # together, in one launch.
+        # together, in one launch. Without balance all are padded to the widest.
+        widths = []
+        for k_rank, v_rank in zip(self.k_ranks, self.v_ranks, strict=True):
+            widths.append(-(-max(k_rank, v_rank) // 32) * 32)
+        if not self.vectors.balanced:
+            widths = [max(widths)] * Hkv
         heads_of_width = {}
-        for h in range(Hkv):
-            width = -(-max(self.k_ranks[h], self.v_ranks[h]) // 32) * 32
+        for h, width in enumerate(widths):
             heads_of_width.setdefault(width, []).append(h)
         outputs = [None] * Hkv
         for width, heads in heads_of_width.items():

@@ -999,6 +999,13 @@ class HeldMemory(NamedTuple):
     share: float  # of what a dense cache would take for them
 
 
+def memory_error_in(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """What an error of the compiler stems from, if a GPU's memory was not enough."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
+
+
 class LLM:
     """A model and its cache: prompts in, text out.
 
@@ -1383,6 +1390,9 @@ class LLM:
                 seed=self.seed,
             )
         except torch._dynamo.exc.TorchDynamoException as error:
+            memory_error = memory_error_in(error)
+            if memory_error is not None:
+                raise memory_error from error
             cause = str(error).split("\n")[0]
             raise UserError(f"the step cannot be compiled ({cause}); use --no-compile") from error
         self.max_seq_length = capacity

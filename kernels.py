@@ -3246,26 +3246,27 @@ def _attend_channels_kernel(
 
 
 # ---- two codes at once, as halves
-# The same for 4-bit codes of 128 channels, in a model in bf16. What bounds the kernel is decoding,
-# and numbers in fp16 take fewer instructions than those in fp32, since two of them are the halves
-# of a word: a shift brings two codes to the tops of two mantissas, a mask leaves only them, and one
-# FMA scales both and adds their minima.
+# The same for codes of 128 channels, in a model in bf16. What bounds the kernel is decoding, and
+# numbers in fp16 take fewer instructions than those in fp32, since two of them are the halves of a
+# word: a shift brings two codes to the tops of two mantissas, a mask leaves only them, and one FMA
+# scales both and adds their minima. Codes of 2 bits need a shift for every two pairs only, since
+# the second pair is taken two bits below the top.
 #
 # A thread decodes the words whose codes tensor cores want of it, so that no tile has to move
 # between threads. The channels of these codes are not in line. So decoded tiles have channels in an
 # order of their own (_columns_in_pairs, _rows_in_pairs): queries are loaded in that of the keys,
-# and the result is stored in that of the values. Of a channel,
+# and the result is stored in that of the values. The code of channel
 #
-#     plane * 64 + word * 4 + byte    codes are in that byte of that word, in its lower four bits
-#                                     (plane 0) or its upper ones (plane 1)
+#     plane * 16 * bits + word * 4 + byte
 #
-# and a shape in a comment says which part of which number each axis is.
+# is in that byte of that word, in its bits from plane * bits on. A vector has 4 * bits words. A
+# shape in a comment says which part of which number each axis is.
 
 
 def decodes_pairs(q: Tensor, k_bits: int, DV: int, bits: int, v_scale: Tensor) -> bool:
     """Whether codes are decoded as halves. These are too coarse for a model in fp16."""
     is_wide = q.shape[2] == DV == 128
-    return q.dtype == torch.bfloat16 and is_wide and k_bits == bits == 4 and v_scale.ndim == 5
+    return q.dtype == torch.bfloat16 and is_wide and k_bits == bits and v_scale.ndim == 5
 
 
 @jit
@@ -3292,15 +3293,24 @@ def _swap_halves(first, second):
         return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
 
 
+@constexpr_function
+def _pair_steps_ptx(ONE):
+    """PTX of _pair_steps: $0 and $1 are low and step, $2 and $3 the words. 0x4C00 is 16 in fp16,
+    and 0x4400 is 4."""
+    one = {16: "0x4C004C00", 4: "0x44004400"}[ONE]
+    return f"""{{ .reg .b32 one; mov.b32 one, {one};
+        prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
+        mul.rn.f16x2 $1, $1, one; sub.rn.f16x2 $0, $0, $1; }}"""
+
+
 @jit
-def _pair_steps(first, second):
+def _pair_steps(first, second, ONE: tl.constexpr):
     """Two words (minimum, scale) as _decode_pairs takes them: a word of minimum - step of both, and
-    one of step = 16 scale. Sixteen is what the 1 of a mantissa stands for."""
+    one of step = ONE scale. ONE is how many codes the 1 of a mantissa stands for: 16 where the top
+    bits are those of a 4-bit code, 4 where they are those of a 2-bit code."""
     if _has_ptx():
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 sixteen; mov.b32 sixteen, 0x4C004C00;
-            prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;
-            mul.rn.f16x2 $1, $1, sixteen; sub.rn.f16x2 $0, $0, $1; }""",
+            _pair_steps_ptx(ONE),
             "=&r,=&r,r,r",
             [first, second],
             dtype=(tl.int32, tl.int32),
@@ -3308,44 +3318,78 @@ def _pair_steps(first, second):
             pack=1,
         )
     else:
-        step = _half_at(first, 16) * 16
-        other_step = _half_at(second, 16) * 16
+        step = _half_at(first, 16) * ONE
+        other_step = _half_at(second, 16) * ONE
         low = _word_of_halves(_half_at(first, 0) - step, _half_at(second, 0) - other_step)
         return low, _word_of_halves(step, other_step)
 
 
+@jit
+def _pair_steps_of_planes(first, second):
+    """_pair_steps for each plane of 2-bit codes: words [.., plane // 2, plane % 2] -> low and step
+    [..] of plane 0, of plane 1, and so on. Pairs of planes 1 and 3 are the top bits of a mantissa;
+    those of planes 0 and 2 lie two bits below, where a code counts a fourth."""
+    first_even, first_odd = tl.split(first)
+    second_even, second_odd = tl.split(second)
+    low_even, step_even = _pair_steps(first_even, second_even, 16)
+    low_odd, step_odd = _pair_steps(first_odd, second_odd, 4)
+    low0, low2 = tl.split(low_even)
+    step0, step2 = tl.split(step_even)
+    low1, low3 = tl.split(low_odd)
+    step1, step3 = tl.split(step_odd)
+    return low0, step0, low1, step1, low2, step2, low3, step3
+
+
 @constexpr_function
-def _pairs_ptx():
+def _pairs_ptx(BITS, BYTE):
     """PTX of _decode_pairs: $0 .. $7 are the numbers, $8 is the word, $9 .. $12 are low0 .. low3,
-    and $13 .. $16 step0 .. step3. 0x3C00 is 1.0, and 0x03C0 the first four bits of its mantissa, in
-    which a code reads 1 + code / 16."""
-    ptx = ""
+    and $13 .. $16 step0 .. step3. 0x3C00 is 1.0. Of a mantissa, 0x03C0 are the first four bits, and
+    0x00C0 the lower two of them: a code there counts in sixteenths. Under 0x0300, the first two, it
+    counts in fourths."""
     shifts = ["shl.b32 x, $8, 6", "shl.b32 x, $8, 2", "shr.u32 x, $8, 2", "shr.u32 x, $8, 6"]
-    for i, shift in enumerate(shifts):
-        ptx += f"""{shift}; lop3.b32 x, x, 0x03C003C0, 0x3C003C00, 0xEA;
+    masks = ["0x03C003C0"] * 4
+    if BITS == 2:
+        first, second = shifts[2 * BYTE : 2 * BYTE + 2]
+        shifts = [first, first, second, second]
+        masks = ["0x00C000C0", "0x03000300"] * 2
+    ptx = ""
+    for i in range(4):
+        ptx += f"""{shifts[i]}; lop3.b32 x, x, {masks[i]}, 0x3C003C00, 0xEA;
             fma.rn.f16x2 x, x, ${13 + i}, ${9 + i};
             mov.b32 {{${2 * i}, ${2 * i + 1}}}, x;"""
     return "{ .reg .b32 x; " + ptx + " }"
 
 
 @jit
-def _decode_pair(words, low, step, N: tl.constexpr):
-    """The N-th pair of _decode_pairs in the interpreter, [.., half]."""
-    lower = 1.0 + ((words >> (4 * N)) & 15).to(tl.float32) / 16
-    upper = 1.0 + ((words >> (16 + 4 * N)) & 15).to(tl.float32) / 16
+def _decode_pair(words, low, step, FIRST: tl.constexpr, BITS: tl.constexpr, ONE: tl.constexpr):
+    """In the interpreter, the pair whose codes begin at bit FIRST of both halves, [.., half]."""
+    lower = 1.0 + ((words >> FIRST) & ((1 << BITS) - 1)).to(tl.float32) / ONE
+    upper = 1.0 + ((words >> (16 + FIRST)) & ((1 << BITS) - 1)).to(tl.float32) / ONE
     lower = lower * _half_at(step, 0) + _half_at(low, 0)
     upper = upper * _half_at(step, 16) + _half_at(low, 16)
     return tl.join(lower, upper).to(tl.float16)
 
 
 @jit
-def _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3):
-    """The eight codes of each word as fp16 numbers [.., half, plane, byte % 2]. Pair N are the N-th
-    four bits of both halves, those of plane N % 2 and byte N // 2 of a half; lowN and stepN are
-    theirs (_pair_steps)."""
+def _decode_pairs(
+    words,
+    low0,
+    step0,
+    low1,
+    step1,
+    low2,
+    step2,
+    low3,
+    step3,
+    BITS: tl.constexpr,
+    BYTE: tl.constexpr,
+):
+    """Eight codes of each word as fp16 numbers [.., half, N % 2, N // 2]: four pairs, of a code in
+    each half. Of 4-bit codes pair N is in plane N % 2 and byte N // 2 of a half, so these are all.
+    Of 2-bit codes it is in plane N and byte BYTE of a half. lowN and stepN are its _pair_steps."""
     if _has_ptx():
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
-            _pairs_ptx(),
+            _pairs_ptx(BITS, BYTE),
             "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r,r,r,r,r,r,r",
             [words, low0, low1, low2, low3, step0, step1, step2, step3],
             dtype=(
@@ -3361,16 +3405,22 @@ def _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3):
             is_pure=True,
             pack=1,
         )
-        byte0 = tl.join(tl.join(a0, b0), tl.join(a1, b1))
-        byte1 = tl.join(tl.join(a2, b2), tl.join(a3, b3))
+        first = tl.join(tl.join(a0, b0), tl.join(a1, b1))
+        second = tl.join(tl.join(a2, b2), tl.join(a3, b3))
     else:
-        byte0 = tl.join(_decode_pair(words, low0, step0, 0), _decode_pair(words, low1, step1, 1))
-        byte1 = tl.join(_decode_pair(words, low2, step2, 2), _decode_pair(words, low3, step3, 3))
-    return tl.join(byte0, byte1)
+        FIRST: tl.constexpr = 8 * BYTE
+        ODD: tl.constexpr = 16 if BITS == 4 else 4
+        pair0 = _decode_pair(words, low0, step0, FIRST, BITS, 16)
+        pair1 = _decode_pair(words, low1, step1, FIRST + BITS, BITS, ODD)
+        pair2 = _decode_pair(words, low2, step2, FIRST + 2 * BITS, BITS, 16)
+        pair3 = _decode_pair(words, low3, step3, FIRST + 3 * BITS, BITS, ODD)
+        first = tl.join(pair0, pair1)
+        second = tl.join(pair2, pair3)
+    return tl.join(first, second)
 
 
 @jit
-def _load_keys_in_pairs(words_ptr, pairs_ptr):
+def _load_4_bit_keys(words_ptr, pairs_ptr):
     """A tile's keys [32, 128] fp16 of its words of codes [32, 16] and its group's (minimum, scale)
     [128]. Columns are (byte % 2, plane, word % 4, word // 4, byte // 2): _columns_in_pairs."""
     token = tl.arange(0, 32)[:, None]
@@ -3382,7 +3432,7 @@ def _load_keys_in_pairs(words_ptr, pairs_ptr):
     pairs = tl.load(pairs_ptr + tl.arange(0, 128)[None, :])
     pairs = tl.reshape(pairs, [1, 2, 4, 4, 2, 2])  # [1, plane, word // 4, word % 4, half, byte % 2]
     lower, upper = tl.split(tl.permute(pairs, (0, 2, 3, 5, 1, 4)))
-    low, step = _pair_steps(lower, upper)  # [1, word // 4, word % 4, byte % 2, plane]
+    low, step = _pair_steps(lower, upper, 16)  # [1, word // 4, word % 4, byte % 2, plane]
     low_plane0, low_plane1 = tl.split(low)
     step_plane0, step_plane1 = tl.split(step)
     low0, low2 = tl.split(low_plane0)
@@ -3391,21 +3441,53 @@ def _load_keys_in_pairs(words_ptr, pairs_ptr):
     step1, step3 = tl.split(step_plane1)
 
     # [token, word // 4, word % 4, half, plane, byte % 2]
-    k = _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3)
+    k = _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3, 4, 0)
     return tl.reshape(tl.permute(k, (0, 5, 4, 2, 1, 3)), [32, 128])
 
 
 @jit
-def _columns_in_pairs():
-    """The channel of each column of _load_keys_in_pairs."""
-    column = tl.arange(0, 128)
-    word = column // 2 % 4 * 4 + column // 8 % 4
-    byte = column % 2 * 2 + column // 64
-    return column // 32 % 2 * 64 + word * 4 + byte
+def _load_2_bit_keys(words_ptr, pairs_ptr):
+    """A tile's keys [32, 128] fp16 of its words of codes [32, 8] and its group's (minimum, scale)
+    [128]. Columns are (byte % 2, plane, word % 2, word // 2, byte // 2): _columns_in_pairs."""
+    token = tl.arange(0, 32)[:, None]
+    # The words 0 to 7, written so that a thread loads two in line and not four: the tensor cores
+    # want two of each token.
+    x = tl.arange(0, 8)[None, :]
+    words = tl.load(words_ptr + token * 8 + x // 2 * 2 + x % 2)
+    words = tl.reshape(words, [32, 4, 2])  # [token, word // 2, word % 2]
+
+    pairs = tl.load(pairs_ptr + tl.arange(0, 128)[None, :])
+    # [1, plane // 2, plane % 2, word // 2, word % 2, half, byte % 2]
+    pairs = tl.reshape(pairs, [1, 2, 2, 4, 2, 2, 2])
+    byte0, byte1 = tl.split(tl.permute(pairs, (0, 3, 4, 1, 2, 5, 6)))
+    k0 = _decode_2_bit_keys(words, byte0, 0)
+    k1 = _decode_2_bit_keys(words, byte1, 1)
+    k = tl.join(k0, k1)  # [token, word // 2, word % 2, half, plane % 2, plane // 2, byte % 2]
+    return tl.reshape(tl.permute(k, (0, 6, 5, 4, 2, 1, 3)), [32, 128])
 
 
 @jit
-def _load_values_in_pairs(words_ptr, pairs_ptr, stride, last):
+def _decode_2_bit_keys(words, pairs, BYTE: tl.constexpr):
+    """The codes in one byte of each half: words [32, 4, 2], and (minimum, scale) [1, word // 2,
+    word % 2, plane // 2, plane % 2, half] -> [token, word // 2, word % 2, half, plane % 2,
+    plane // 2]."""
+    lower, upper = tl.split(pairs)
+    low0, step0, low1, step1, low2, step2, low3, step3 = _pair_steps_of_planes(lower, upper)
+    return _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3, 2, BYTE)
+
+
+@jit
+def _columns_in_pairs(BITS: tl.constexpr):
+    """The channel of each column of _load_4_bit_keys, or of _load_2_bit_keys."""
+    column = tl.arange(0, 128)
+    plane = column // (8 * BITS) % (8 // BITS)
+    word = column // 2 % 4 * BITS + column // 8 % BITS
+    byte = column % 2 * 2 + column // 64
+    return plane * 16 * BITS + word * 4 + byte
+
+
+@jit
+def _load_4_bit_values(words_ptr, pairs_ptr, stride, last):
     """A tile's values, transposed, [128, 32] fp16, of words of codes [.., 16] and (minimum, scale)
     of a vector's groups [.., 4]; vectors lie `stride` apart. Tokens past the last one read that
     one: their store may end there, or have NaN, which shows even without a weight. Rows are
@@ -3430,7 +3512,7 @@ def _load_values_in_pairs(words_ptr, pairs_ptr, stride, last):
     pairs = tl.load(pairs_ptr + token * 4 + tl.arange(0, 4)[None, :])
     pairs = tl.reshape(pairs, [4, 4, 2, 2, 2])  # [x // 4, y // 2 % 4, token % 2, plane, word // 8]
     even_pairs, odd_pairs = tl.split(tl.permute(pairs, (0, 4, 1, 3, 2)))
-    low, step = _pair_steps(even_pairs, odd_pairs)  # [x // 4, word // 8, y // 2 % 4, plane]
+    low, step = _pair_steps(even_pairs, odd_pairs, 16)  # [x // 4, word // 8, y // 2 % 4, plane]
     low0, low1 = tl.split(low)
     step0, step1 = tl.split(step)
     low0 = low0[:, :, None, None, :, None]
@@ -3439,26 +3521,63 @@ def _load_values_in_pairs(words_ptr, pairs_ptr, stride, last):
     step1 = step1[:, :, None, None, :, None]
 
     # [.., token % 2, plane, byte % 2]; both bytes are of one group
-    front = _decode_pairs(front, low0, step0, low1, step1, low0, step0, low1, step1)
-    back = _decode_pairs(back, low0, step0, low1, step1, low0, step0, low1, step1)
+    front = _decode_pairs(front, low0, step0, low1, step1, low0, step0, low1, step1, 4, 0)
+    back = _decode_pairs(back, low0, step0, low1, step1, low0, step0, low1, step1, 4, 0)
     v = tl.permute(tl.join(front, back), (9, 8, 7, 5, 1, 2, 3, 0, 4, 6))
     return tl.reshape(v, [128, 32])
 
 
 @jit
-def _rows_in_pairs():
-    """The channel of each row of _load_values_in_pairs."""
+def _load_2_bit_values(words_ptr, pairs_ptr, stride, last):
+    """The same of words of 2-bit codes [.., 8], whose planes are the groups. Rows are (byte, plane,
+    word): _rows_in_pairs."""
+    # Words of two neighbouring tokens, in places (x, y). A thread has the places of one y.
+    x = tl.arange(0, 4)[:, None]
+    y = tl.arange(0, 32)[None, :]
+    token = 2 * (y % 4 + x * 4)
+    word = y // 4
+    even = tl.load(words_ptr + tl.minimum(token, last) * stride * 8 + word)
+    odd = tl.load(words_ptr + tl.minimum(token + 1, last) * stride * 8 + word)
+    front, back = _swap_halves(even, odd)
+    front = tl.reshape(front, [4, 8, 4])  # [x, word, y % 4]
+    back = tl.reshape(back, [4, 8, 4])
+
+    token = tl.minimum(tl.arange(0, 32), last)[:, None] * stride
+    pairs = tl.load(pairs_ptr + token * 4 + tl.arange(0, 4)[None, :])
+    pairs = tl.reshape(pairs, [4, 1, 4, 2, 2, 2])  # [x, 1, y % 4, token % 2, plane // 2, plane % 2]
+    even_pairs, odd_pairs = tl.split(tl.permute(pairs, (0, 1, 2, 4, 5, 3)))
+    steps = _pair_steps_of_planes(even_pairs, odd_pairs)  # each [x, 1, y % 4]
+    low0, step0, low1, step1, low2, step2, low3, step3 = steps
+
+    # [x, word, y % 4, token % 2, plane % 2, plane // 2]
+    v0 = _decode_pairs(front, low0, step0, low1, step1, low2, step2, low3, step3, 2, 0)
+    v1 = _decode_pairs(front, low0, step0, low1, step1, low2, step2, low3, step3, 2, 1)
+    v2 = _decode_pairs(back, low0, step0, low1, step1, low2, step2, low3, step3, 2, 0)
+    v3 = _decode_pairs(back, low0, step0, low1, step1, low2, step2, low3, step3, 2, 1)
+    v = tl.join(tl.join(v0, v1), tl.join(v2, v3))  # [.., byte % 2, byte // 2]
+    return tl.reshape(tl.permute(v, (7, 6, 5, 4, 1, 0, 2, 3)), [128, 32])
+
+
+@jit
+def _rows_in_pairs(BITS: tl.constexpr):
+    """The channel of each row of _load_4_bit_values, or of _load_2_bit_values."""
     row = tl.arange(0, 128)
-    word = row // 8 % 2 + row % 2 * 2 + row // 2 % 4 * 4
-    return row // 16 % 2 * 64 + word * 4 + row // 32
+    byte = row // 32
+    if BITS == 4:
+        plane = row // 16 % 2
+        word = row // 8 % 2 + row % 2 * 2 + row // 2 % 4 * 4
+    else:
+        plane = row // 8 % 4
+        word = row % 8
+    return plane * 16 * BITS + word * 4 + byte
 
 
 @jit
 def _attend_channels_in_pairs_kernel(
     q_ptr,  # [B, Hq, 128] bf16
-    k_ptr,  # words of codes [B, Hkv, k_tokens, 16] int32
+    k_ptr,  # words of codes [B, Hkv, k_tokens, 4 BITS] int32
     k_scale_ptr,  # (minimum, scale) words [B, Hkv, k_tokens / 32, 128] int32
-    v_ptr,  # words of codes [B, Hkv, S, 16] int32
+    v_ptr,  # words of codes [B, Hkv, S, 4 BITS] int32
     v_scale_ptr,  # (minimum, scale) words [B, Hkv, S, 4] int32
     exact_k_ptr,  # [B, z, Hkv, 128] of q's dtype, after RoPE; None: there are none
     exact_v_ptr,  # [B, z, Hkv, 128] of q's dtype, or None
@@ -3473,6 +3592,7 @@ def _attend_channels_in_pairs_kernel(
     scale,  # with log2(e)
     G: tl.constexpr,  # queries of a KV head
     GP: tl.constexpr,  # padded
+    BITS: tl.constexpr,  # of a code, 2 or 4
     STAGES: tl.constexpr,  # tiles in flight
 ):
     """out = softmax(scale q K^T) V, as _attend_channels_kernel does it, in one warp."""
@@ -3486,8 +3606,9 @@ def _attend_channels_in_pairs_kernel(
     pos = tl.load(pos_ptr + b)
     D: tl.constexpr = 128
     T: tl.constexpr = 32  # tokens of a tile: a group
-    k_channel = _columns_in_pairs()
-    channel = _rows_in_pairs()
+    WORDS: tl.constexpr = 4 * BITS  # of a vector
+    k_channel = _columns_in_pairs(BITS)
+    channel = _rows_in_pairs(BITS)
 
     # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
     length = tl.minimum(tl.maximum(pos + 1 - z, 0), S)
@@ -3531,14 +3652,19 @@ def _attend_channels_in_pairs_kernel(
     first_k = (b * Hkv + h) * k_tokens
     first_v = b * v_strides[0] + h * v_strides[1]
     for tile in tl.range(first, stop, num_stages=STAGES):
-        k_words_ptr = k_ptr + (first_k + tile * T) * 16
-        k = _load_keys_in_pairs(k_words_ptr, k_scale_ptr + (first_k // T + tile) * D)
-        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
-        last = length - 1 - tile * T
+        k_words_ptr = k_ptr + (first_k + tile * T) * WORDS
+        k_pairs_ptr = k_scale_ptr + (first_k // T + tile) * D
         v_vector = first_v + tile * T * v_strides[2]
-        v = _load_values_in_pairs(
-            v_ptr + v_vector * 16, v_scale_ptr + v_vector * 4, v_strides[2], last
-        )
+        v_words_ptr = v_ptr + v_vector * WORDS
+        v_pairs_ptr = v_scale_ptr + v_vector * 4
+        last = length - 1 - tile * T
+        if BITS == 4:
+            k = _load_4_bit_keys(k_words_ptr, k_pairs_ptr)
+            v = _load_4_bit_values(v_words_ptr, v_pairs_ptr, v_strides[2], last)
+        else:
+            k = _load_2_bit_keys(k_words_ptr, k_pairs_ptr)
+            v = _load_2_bit_values(v_words_ptr, v_pairs_ptr, v_strides[2], last)
+        logits = tl.dot(k, query, input_precision="ieee") * scale  # [T, GP]
         live = tl.arange(0, T) <= last
         logits = tl.where(live[:, None], logits, -1e30)
         m_new = tl.maximum(m, tl.max(logits, 0))
@@ -3651,6 +3777,7 @@ def launch_attend_channels(
     if in_pairs:
         _attend_channels_in_pairs_kernel[splits, Hkv, B](
             **arguments,
+            BITS=bits,
             maxnreg=128,  # of a thread: as many as let 16 programs run on a multiprocessor
         )
     else:
