@@ -2153,8 +2153,8 @@ def packing_of(D: int, bits: int, group: int, run: int) -> Packing:
 
 
 def value_packing(D: int, bits: int, has_one_scale: bool = False) -> Packing:
-    """The packing of values as quantize and quantize_spread make it: groups have 32 channels, or
-    all of a narrow head or of a vector with one scale."""
+    """The packing of values: as `pack` makes it of codes whose groups of 32 channels, or of all in
+    a narrow head, have a (minimum, scale); or as quantize_spread does, with one scale a vector."""
     need(bits in (2, 4), f"codes have 2 or 4 bits, not {bits}")
     group = D if has_one_scale else min(32, D)
     width = D * bits // 8
@@ -2269,7 +2269,7 @@ def check_coded_values(
     codes: Tensor, scale: Tensor, B: int, Hkv: int, S: int, bits: int
 ) -> tuple[Packing, tuple[int, ...]]:
     """The packing and the strides (check_store) of values in codes [B, Hkv, S, DV * bits / 8]
-    uint8, with (minimum, scale) [B, Hkv, S, DV / group, 2] or one scale [B, Hkv, S], in fp16.
+    uint8, with (minimum, scale) [B, Hkv, S, DV / min(32, DV), 2] or one scale [B, Hkv, S], in fp16.
     Raises ValueError for others."""
     need(bits in (2, 4), f"codes have 2 or 4 bits, not {bits}")
     n_bytes = codes.shape[3]
@@ -2961,12 +2961,14 @@ def launch_attend_latents(
         latent, latent_scale, int4_dims    in codes: int8 [.., R8], fp32 [..], uint8 [.., N4] of two
                                            dims each (quantize_mixed); else [.., R8] of q's dtype,
                                            None, None
-        basis, basis_scale, bias           [Hkv, DP, R8 + 2 N4] of interleave_rope, int8 with a
-                                           scale [Hkv, DP, 1] fp32, or of q's dtype and None; bias
-                                           [Hkv, DP, 1] fp32 in units of the scale, or None
+        basis, basis_scale, bias           [Hkv, DP, R8 + 2 N4] of interleave_rope: int8 with a
+                                           scale [Hkv, DP, 1] fp32, which is the same for the two
+                                           dims of a RoPE pair (rows 2c and 2c + 1), since keys are
+                                           rotated before they are scaled; or of q's dtype and None.
+                                           bias [Hkv, DP, 1] fp32, divided by basis_scale, or None
         rope                               [>= S, D/2, 2] of rope_pairs
-        v, v_scale, bits                   of 16 bits [.., DV] of q's dtype, and None; of 2 or 4
-                                           bits as check_coded_values says
+        v, v_scale, bits                   plain [.., DV] of q's dtype, None and 16, whatever the
+                                           dtype; or of 2 or 4 bits as check_coded_values says
     index [B, n], [B, Hkv, n] or [B, Hq, n] int32: the tokens that are attended, -1 for none; None:
     all up to pos [B] int32. exact: (), or keys and values [B, z, Hkv, *] that are attended besides,
     without an index in the place of the z last tokens; their slots fill from the left."""
@@ -2978,6 +2980,9 @@ def launch_attend_latents(
         (int4_dims is not None) == (basis_scale is not None) == coded,
         "codes of latents have scales, dims in 4 bits, and a basis with scales",
     )
+    if coded and not basis_scale.is_cuda:  # to read a GPU's would mean to wait
+        even, odd = basis_scale[:, ::2], basis_scale[:, 1::2]
+        need(even.equal(odd), "both dims of a RoPE pair have the same scale of the basis")
     N4 = int4_dims.shape[3] if coded else 0
     DP = power2(D, 16)
     latent_dtype = torch.int8 if coded else q.dtype
@@ -3104,7 +3109,7 @@ def attend_channels_reference(
 ) -> Tensor:
     """What the kernel computes, in PyTorch, on decoded values and without exact tokens: k_codes
     [B, Hkv, S, D * bits / 8] uint8, k_scale [B, Hkv, S / 32, D, 2] fp16 (minimum, scale), v
-    [B, Hkv, S, DV], live [B, S] bool -> [B, Hq, DV]."""
+    [B, Hkv, S, DV], live [B, S] bool, S a multiple of 32 -> [B, Hq, DV]."""
     bits = 8 * k_codes.shape[3] // q.shape[2]
     codes = unpack(k_codes, bits).to(q.dtype).unflatten(2, (-1, 32))  # [B, Hkv, S / 32, 32, D]
     low, step = k_scale.to(q.dtype)[:, :, :, None].unbind(-1)
@@ -3719,10 +3724,11 @@ def launch_attend_channels(
     """Attention of one new token of each row over KIVI's codes: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    k [B, Hkv, tokens, D * bits / 8] uint8 of 2 or 4 bits, tokens a multiple of 32, with
-    k_scale [B, Hkv, tokens / 32, D, 2] fp16 (minimum, scale); v, v_scale and their bits as
-    check_coded_values says, of S <= tokens. exact: (), or keys and values [B, z, Hkv, *], which are
-    attended in the place of the z last tokens; their slots fill from the left."""
+    k [B, Hkv, tokens, D * bits / 8] uint8 of 2 or 4 bits (`pack`), tokens a multiple of 32, with
+    k_scale [B, Hkv, tokens / 32, D, 2] fp16 (minimum, scale): a code stands for minimum + code *
+    scale. v, v_scale and their bits as check_coded_values says, of S <= tokens. exact: (), or keys
+    and values [B, z, Hkv, *], which are attended in the place of the z last tokens; their slots
+    fill from the left."""
     B, Hq, D = q.shape
     _, Hkv, k_tokens, k_bytes = k.shape
     S = v.shape[2]

@@ -5794,6 +5794,15 @@ def test_operations_refuse_what_they_would_get_wrong(name, changes, message):
         operation(**given | {key: change(given.get(key)) for key, change in changes.items()})
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="to read a GPU's scales would mean to wait")
+def test_attend_latents_refuses_a_basis_whose_pairs_have_two_scales():
+    given = good_arguments(MIXED)
+    scale = given["basis_scale"].clone()
+    scale[:, 1::2] *= 2
+    with pytest.raises(ValueError, match="both dims of a RoPE pair"):
+        kernels.launch_attend_latents(**given | {"basis_scale": scale})
+
+
 def test_kernel_operators_do_what_torch_compile_is_told():
     for name in dict.fromkeys(name for name, *_ in REFUSED):
         if isinstance(operation := operation_of(name), torch.library.CustomOpDef):

@@ -88,6 +88,8 @@ class Look(NamedTuple):
 LOOKS = {
     "dense": Look("dense", BLACK, "s"),
     "sals": Look("SALS", VERMILION, "o"),
+    "sals 1024": Look("SALS 1024", VERMILION, "."),  # tokens that a step attends
+    "sals 2048": Look("SALS 2048", VERMILION, "."),
     "lrqk": Look("LRQK", GREEN, "D"),
     "loki": Look("Loki", ORANGE, "^"),
     "elitekv": Look("EliteKV", SKY, "v"),
@@ -141,6 +143,8 @@ def names_of(labels: list[str]) -> dict[str, str]:
             for setting in settings:
                 if not all(setting in other for other in others):
                     own.append(setting_in_words(setting))
+        elif "centre=true" in settings:
+            own.append(setting_in_words("centre=true"))
         if not own and variant in DEFAULTS and len(others) > 1:
             own.append(DEFAULTS[variant])
         elif not own and settings != others[0]:
@@ -965,7 +969,17 @@ def draw_ranks(figure, tables: dict[str, Table]) -> None:
 # --------------------------------------------------------------------------------------- overview
 
 OVERVIEW_KL = {"eval-smollm2": "o", "eval-qwen": "D"}  # tables of the right panel, and their marks
-OVERVIEW_ORDER = ("dense", "loki", "fdc", "kivi", "elitekv", "sals")
+OVERVIEW_ORDER = (
+    "dense",
+    "loki",
+    "fp8",
+    "fdc",
+    "kivi",
+    "elitekv",
+    "sals 2048",
+    "sals 1024",
+    "sals",
+)
 
 
 def draw_overview(figure, tables: dict[str, Table]) -> None:
