@@ -1017,16 +1017,17 @@ SPREADS = {
 
 
 def ragged_us(
-    d_ranks: list[int], batch: int, length: int, balanced: bool, device: torch.device
+    d_ranks: list[int], lengths: list[int], balanced: bool, device: torch.device
 ) -> float:
-    """Microseconds in which kernels.launch_attend_ragged attends `length` tokens of each row, for
-    four query heads a KV head."""
+    """Microseconds in which kernels.launch_attend_ragged attends rows of these lengths, for four
+    query heads a KV head."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks = [*d_ranks, *d_ranks]  # of keys, then of values
+    B = len(lengths)
     Hq = 4 * len(d_ranks)
-    packed = torch.randn(batch * length * sum(ranks), device=device).to(dtype)
-    q = torch.randn(batch, Hq, max(ranks), device=device).to(dtype)
-    pos = torch.full((batch,), length - 1, dtype=torch.int32, device=device)
+    packed = torch.randn(B * max(lengths) * sum(ranks), device=device).to(dtype)
+    q = torch.randn(B, Hq, max(ranks), device=device).to(dtype)
+    pos = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
     table = kernels.ragged_table(ranks, device, balanced)
     call = partial(kernels.launch_attend_ragged, q, packed, table, ranks, pos, 128**-0.5, balanced)
     return ColdTimer(q).us(call)
@@ -1036,30 +1037,37 @@ def run_ragged(args: argparse.Namespace) -> None:
     """Time FDC's attention over heads of unequal rank: with the work divided by bytes, and by heads
     (the paper's /KE).
 
-    A line has the batch, the tokens of a row, how the ranks spread, and the numbers of a token (K
-    and V); then microseconds: balanced_us, by_heads_us, and by_bytes_us, which the same bytes take
-    where all ranks are equal. The shape is that of Llama-3.1-8B: 32 query and 8 KV heads."""
+    A line has the batch, the tokens of its shortest and its longest row, how the ranks spread, and
+    the numbers of a token (K and V); then microseconds: balanced_us, by_heads_us, and by_bytes_us,
+    which the same bytes take where all ranks and rows are equal. The shape is that of Llama-3.1-8B:
+    32 query and 8 KV heads. A batch is measured twice, with rows of equal length and with rows from
+    an eighth of it on."""
     device = torch.device(args.device)
     table = []
     for batch in args.batch:
         for length in args.lengths:
-            uniform_us = None
-            for spread, d_ranks in SPREADS.items():
-                balanced_us = ragged_us(d_ranks, batch, length, True, device)
-                uniform_us = uniform_us or balanced_us
-                line = {
-                    "batch": batch,
-                    "length": length,
-                    "spread": spread,
-                    "numbers": 2 * sum(d_ranks),
-                    "balanced_us": balanced_us,
-                    "by_heads_us": ragged_us(d_ranks, batch, length, False, device),
-                    "by_bytes_us": uniform_us * sum(d_ranks) / sum(SPREADS["uniform"]),
-                }
-                table.append(line)
-                print_line(line)
-                if args.csv:
-                    save_csv(args.csv, list(line), table)
+            cases = [[length] * batch]  # the lengths of the rows
+            if batch > 1:
+                cases.append(torch.linspace(length // 8, length, batch).int().tolist())
+            uniform = SPREADS["uniform"]
+            uniform_us = ragged_us(uniform, [length] * batch, True, device)
+            us_of_number = uniform_us / (sum(uniform) * batch * length)
+            for lengths in cases:
+                for spread, d_ranks in SPREADS.items():
+                    line = {
+                        "batch": batch,
+                        "shortest": min(lengths),
+                        "longest": max(lengths),
+                        "spread": spread,
+                        "numbers": 2 * sum(d_ranks),
+                        "balanced_us": ragged_us(d_ranks, lengths, True, device),
+                        "by_heads_us": ragged_us(d_ranks, lengths, False, device),
+                        "by_bytes_us": us_of_number * sum(d_ranks) * sum(lengths),
+                    }
+                    table.append(line)
+                    print_line(line)
+                    if args.csv:
+                        save_csv(args.csv, list(line), table)
 
 
 def add_ragged(commands: argparse._SubParsersAction) -> None:

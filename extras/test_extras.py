@@ -4819,28 +4819,40 @@ def test_a_command_of_the_readme_has_options_that_there_are(command, tmp_path, m
 
 
 def test_ragged_times_every_spread_of_ranks(cli, monkeypatch, tmp_path):
-    """Of few tokens and heads. What bytes alone would take follows from the uniform spread."""
+    """Of few tokens and heads, and of rows of equal and of unlike length. What bytes alone would
+    take follows from equal ranks and rows."""
     monkeypatch.setattr(kernels, "SMS", 1)
     spreads = {"uniform": [16, 16], "one": [8, 40]}
     monkeypatch.setattr(bench, "SPREADS", spreads)
     asked = []
 
-    def us(d_ranks, batch, length, balanced, device):
-        asked.append((d_ranks, batch, length, balanced))
+    def us(d_ranks, lengths, balanced, device):
+        asked.append((d_ranks, lengths, balanced))
         return 10.0 * len(asked)
 
-    line = f"bench ragged --device cpu --batch 2 --lengths 33 --csv {tmp_path}/ragged.csv"
+    line = f"bench ragged --device cpu --batch 2 --lengths 32 --csv {tmp_path}/ragged.csv"
     with monkeypatch.context() as patch:
         patch.setattr(bench, "ragged_us", us)
         assert cli(line)[0] == 0
     with open(tmp_path / "ragged.csv") as file:
-        uniform, one = csv.DictReader(file)
-    assert asked[::2] == [(spreads["uniform"], 2, 33, True), (spreads["one"], 2, 33, True)]
-    assert [call[3] for call in asked] == [True, False, True, False]
-    assert float(uniform["by_bytes_us"]) == float(uniform["balanced_us"]) == 10
-    assert (float(one["balanced_us"]), float(one["by_heads_us"])) == (30, 40)
-    assert float(one["by_bytes_us"]) == 10 * 48 / 32 and int(one["numbers"]) == 96
-    assert bench.ragged_us([8, 16], 1, 17, True, torch.device("cpu")) != 0  # it runs
+        rows = list(csv.DictReader(file))
+    uniform, one = spreads.values()
+    expected = [(uniform, [32, 32], True)]  # by which the bytes are judged
+    for lengths in ([32, 32], [4, 32]):
+        for ranks in (uniform, one):
+            expected += [(ranks, lengths, True), (ranks, lengths, False)]
+    assert asked == expected
+    assert [(row["shortest"], row["spread"]) for row in rows] == [
+        ("32", "uniform"),
+        ("32", "one"),
+        ("4", "uniform"),
+        ("4", "one"),
+    ]
+    assert [float(row["balanced_us"]) for row in rows] == [20, 40, 60, 80]
+    assert [float(row["by_heads_us"]) for row in rows] == [30, 50, 70, 90]
+    by_bytes = [10, 10 * 48 / 32, 10 * 36 / 64, 10 * 48 / 32 * 36 / 64]
+    assert [float(row["by_bytes_us"]) for row in rows] == pytest.approx(by_bytes)
+    assert bench.ragged_us([8, 16], [17], True, torch.device("cpu")) != 0  # it runs
 
 
 def test_the_readmes_table_is_what_fit_table_prints(cli):
