@@ -982,7 +982,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     fit = add_command(commands, "fit", run_fit)
     generate.add_model_options(fit)
     add_text_options(fit)
-    method = "the method to fit (dense, topk, lrqk and kivi need none), or all"
+    method = "sals, loki, elitekv, fdc or another that needs a fit; or all that do"
     fit.option("--method", fits_of, None, method, required=True, dest="fits", metavar="METHOD")
     max_rank = "sals: the largest --rank that can be chosen later, a fraction of the key dims"
     fit.option("--max_rank", fraction, 0.625, max_rank, metavar="FRACTION")

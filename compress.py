@@ -1384,7 +1384,7 @@ class SalsSettings:
     """SALS, Sparse Attention in Latent Space (arXiv 2510.24273)."""
 
     variant: str = setting(
-        "ours", "the published step and settings, or what is better on real models", VARIANTS
+        "ours", "the step as published, or changed where that is better (ours)", VARIANTS
     )
     rank: float = setting(
         0.0,

@@ -1674,7 +1674,8 @@ def add_settings(parser: Parser, method: str) -> None:
 
 def add_device_option(parser: Parser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.option("--device", str, device, "what runs the model", choices=DEVICES)
+    about = "what runs the model: without this option cuda, if there is one"
+    parser.option("--device", str, device, about, choices=DEVICES)
 
 
 def add_model_options(parser: Parser) -> None:

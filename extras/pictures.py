@@ -24,12 +24,19 @@ import numpy as np
 import torch
 
 from calibrate import writable_folder
-from compress import Cache, HostStore, load_artifact, replacing_file, settings_from
+from compress import (
+    Cache,
+    HostStore,
+    load_artifact,
+    replacing_file,
+    settings_from,
+    skipped_layers,
+)
 from extras import bench
 from extras.bench import FIT_SHAPES, GIGABYTE, tokens_that_fit
 from extras.evaluate import TASKS
 from generate import Parser, ProgressLine
-from model import ModelConfig, UserError, empty_model
+from model import SHAPES, ModelConfig, UserError, empty_model
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 9.0  # inches of a picture: 1350 pixels at DPI, which a page of GitHub shows as about 900
@@ -574,7 +581,7 @@ def draw_throughput(figure, tables: dict[str, Table]) -> None:
         axis.set_title(f"after {length:,} tokens")
         axis.set_yscale("log", base=2)
         axis.set_xticks(range(3), THROUGHPUT_TICKS)
-        axis.set_xlim(-0.15, 3.1)
+        axis.set_xlim(-0.15, 3.4)
         axis.grid(axis="y")
     axes[0].set_yticks([0.25, 0.5, 1, 2, 4, 8])
     axes[0].yaxis.set_major_formatter("{x:g}")
@@ -867,16 +874,27 @@ def break_even(dense: dict[int, float], other: dict[int, float]) -> float | None
 
 
 def draw_operations(figure, tables: dict[str, Table]) -> None:
-    """Microseconds of each operator in a layer's attention of SALS, beside those of a copy of as
-    many bytes, for the largest size that the table has."""
+    """Milliseconds of a step of SALS, where the table of steps has it; then microseconds of each
+    operator in a layer's attention, beside those of a copy of as many bytes, for the largest size
+    that the table has."""
     rows = [row for row in tables["speed"] if row["method"] == "sals"]
     if not rows:
         raise UserError("the table has no row of sals")
     sizes = [(int(row["batch"]) * int(row["length"]), row["model"], row["batch"]) for row in rows]
     largest = max(sizes)
     rows = [row for row, size in zip(rows, sizes, strict=True) if size == largest]
-    figure.set_size_inches(WIDTH, 0.42 * len(rows) + 1.3)
-    axis = figure.subplots()
+    size = rows[0]["model"], rows[0]["batch"], rows[0]["length"]
+    step_ms = None
+    for row in tables.get("steps", []):
+        if (row["method"], row["model"], row["batch"], row["length"]) == ("sals", *size):
+            step_ms = number(row, "ms")
+    if step_ms is not None and size[0] in SHAPES:
+        figure.set_size_inches(WIDTH, 0.42 * len(rows) + 2.3)
+        top, axis = figure.subplots(2, 1, height_ratios=(1, len(rows)))
+        draw_step(top, step_ms, number(rows[0], "us"), SHAPES[size[0]].n_layers)
+    else:
+        figure.set_size_inches(WIDTH, 0.42 * len(rows) + 1.3)
+        axis = figure.subplots()
     names = []
     for i, row in enumerate(rows):
         us = number(row, "us")
@@ -891,8 +909,64 @@ def draw_operations(figure, tables: dict[str, Table]) -> None:
     axis.set_xlim(0, 1.12 * axis.dataLim.x1)
     axis.set_xlabel("us a layer (black: a copy of as many bytes)")
     model = SHAPE_NAMES.get(rows[0]["model"], rows[0]["model"])
-    size = f"{rows[0]['batch']} x {int(rows[0]['length']):,} tokens"
-    axis.set_title(f"SALS, one layer's attention: {model}, {size}")
+    tokens = f"{rows[0]['batch']} x {int(rows[0]['length']):,} tokens"
+    axis.set_title(f"SALS, one layer's attention: {model}, {tokens}")
+
+
+def draw_step(axis, step_ms: float, layer_us: float, n_layers: int) -> None:
+    """A bar of a whole step: the attention of the layers that select, and the rest."""
+    n_skipped = len(skipped_layers(settings_from("sals", {}), n_layers))
+    selecting_ms = (n_layers - n_skipped) * layer_us / 1000
+    parts = (
+        (f"{n_layers - n_skipped} layers' attention", selecting_ms, SKY),
+        (f"weights, and {n_skipped} layers in other codes", step_ms - selecting_ms, "0.85"),
+    )
+    left = 0.0
+    for name, ms, color in parts:
+        axis.barh(0, ms, 0.7, left=left, color=color)
+        axis.text(left + ms / 2, 0, f"{name}: {ms:.1f}", ha="center", va="center", fontsize=9.5)
+        left += ms
+    axis.set_yticks([])
+    axis.set_xlim(0, left)
+    axis.set_title(f"a step: {step_ms:.1f} ms")
+
+
+# ---------------------------------------------------------------------------------------- lengths
+
+
+def draw_lengths(figure, tables: dict[str, Table]) -> None:
+    """KL by how many tokens a prompt has: a line for each of FEW."""
+    ((stem, rows),) = tables.items()
+    places = [column for column in rows[0] if column.startswith("kl wikitext2_")]
+    if not places:
+        raise UserError("the table has no KL on wikitext2")
+    lengths = [int(column.partition("_")[2]) for column in places]
+    figure.set_size_inches(0.62 * WIDTH, 3.8)
+    axis = figure.subplots()
+    labels = []
+    drawn = set()
+    for row in rows:
+        method = split_label(row["method"])[0]
+        is_measured = all(row[column] for column in places)
+        if method not in FEW or method in drawn or not is_measured:
+            continue
+        drawn.add(method)
+        look = look_of(row["method"])
+        ys = [number(row, column) for column in places]
+        axis.plot(lengths, ys, color=look.color, marker=look.mark, markersize=4.5)
+        labels.append(Label(look.name, lengths[-1], ys[-1], look.ink()))
+    axis.set_title(model_name(stem))
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlim(0.9 * lengths[0], 2.1 * lengths[-1])
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.grid(axis="y")
+    axis.set_ylabel("KL to dense, nats")
+    axis.set_xlabel("tokens of the prompt")
+    settle(figure)
+    label_ends(axis, labels)
 
 
 # ------------------------------------------------------------------------------------------ drift
@@ -993,7 +1067,8 @@ def draw_overview(figure, tables: dict[str, Table]) -> None:
 
 
 def draw_rates(axis, rows: Table) -> None:
-    """Tokens a second of steps: a bar for each method, in a group for each length."""
+    """Tokens a second of steps, relative to dense: a bar for each method, in a group for each
+    length."""
     y = 0.0
     ticks = []
     names = []
@@ -1005,10 +1080,11 @@ def draw_rates(axis, rows: Table) -> None:
         for row in own:
             y += 1
             rate = number(row, "tokens_per_s")
+            times = rate / dense_rate
             look = look_of(row["method"])
-            axis.barh(y, rate, 0.78, color=look.color)
-            text = f" {rate:,.0f} ({rate / dense_rate:.2g} \u00d7)"
-            axis.text(rate, y, text, va="center", fontsize=9.5)
+            axis.barh(y, times, 0.78, color=look.color)
+            text = f" {times:.2g} \u00d7 ({rate:,.0f})"
+            axis.text(times, y, text, va="center", fontsize=9.5)
             ticks.append(y)
             names.append(f"{look.name} \u00d7 {row['batch']}")
         y += 1.5
@@ -1018,7 +1094,7 @@ def draw_rates(axis, rows: Table) -> None:
     axis.set_xticks([])
     axis.spines["bottom"].set_visible(False)
     axis.tick_params(axis="y", length=0)
-    axis.set_title("tokens a second, as many sequences as fit")
+    axis.set_title("tokens a second, times dense")
 
 
 def overview_place(method: str) -> int:
@@ -1117,7 +1193,8 @@ def pictures_of(folder: Path) -> list[Picture]:
         Picture("bytes", draw_bytes),
         Picture("throughput", draw_throughput, needs=("throughput",)),
         Picture("steps", draw_steps, needs=("steps",)),
-        Picture("operations", draw_operations, needs=("speed",)),
+        Picture("operations", draw_operations, needs=("speed",), takes=("steps",)),
+        Picture("lengths", draw_lengths, needs=("eval-qwen",)),
         Picture("drift", draw_drift, needs=stems(folder, "drift-*")),
         Picture("ranks", draw_ranks, needs=stems(folder, "ranks-*")),
     ]

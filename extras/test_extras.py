@@ -2606,6 +2606,7 @@ def drawn(tables):
         ("throughput", ["after 64 tokens", "after 128 tokens"], ["dense", "SALS 2", "SALS 5"]),
         ("steps", ["8b, 8 sequences"], ["dense 8.0", "SALS 7.0"]),
         ("operations", ["SALS, one layer's attention: 8b, 8 x 4,096 tokens"], ["40.5", "12.3"]),
+        ("lengths", ["Qwen2.5-Coder-1.5B"], ["SALS", "LRQK"]),
         ("drift", ["nano"], ["SALS", "KIVI"]),
         ("ranks", ["mine"], ["before RoPE", "after RoPE"]),
         (
@@ -2621,8 +2622,8 @@ def drawn(tables):
         ("eval-qwen", ["KL to dense after 4096 tokens, nats"], ["SALS", "LRQK"]),
         (
             "overview",
-            ["tokens a second, as many sequences as fit", "KL to dense, nats"],
-            ["SALS \u00d7 20", "800 (2 \u00d7)", "1,000 (5 \u00d7)", "dense: KL 0"],
+            ["tokens a second, times dense", "KL to dense, nats"],
+            ["SALS \u00d7 20", "2 \u00d7 (800)", "5 \u00d7 (1,000)", "dense: KL 0"],
         ),
     ],
 )

@@ -745,7 +745,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.option("--stages", str, NANO_STAGES, stages, nargs="+", metavar=form)
     lr = "peak learning rate (default 2e-3, with --from 5e-4)"
     parser.option("--lr", positive, None, lr, metavar="RATE")
-    distill = "with --from: the fraction of the loss that is the KL to it (alone: 1), not of labels"
+    distill = "with --from: weight of the KL to that checkpoint, 0 to 1; the rest is on the text's"
+    distill += " own tokens (--distill alone: 1)"
     parser.option("--distill", fraction, 0.0, distill, nargs="?", const=1.0, metavar="SHARE")
     parser.option("--seed", whole(0), 0, "of weights and batches", metavar="N")
     workers = "processes that make batches"
