@@ -6,7 +6,7 @@
     python -m extras.evaluate --method loki --perplexity_rows 0 --tasks single --lengths 4096
     python -m extras.evaluate --checkpoint FOLDER --full             as large as in docs/results.md
 
-A model of 135 M parameters takes about five minutes on two CPU cores, and hours with --full.
+A model of 135 M parameters takes six to ten minutes on two CPU cores, and hours with --full.
 
 Every method decodes token by token through its own cache, and the dense model has a row in the same
 run. A method is written NAME:SETTING=VALUE,...; @FOLDER after it takes another checkpoint.
