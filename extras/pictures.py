@@ -96,7 +96,7 @@ LOOKS = {
     "dense": Look("dense", BLACK, "s"),
     "sals": Look("SALS", VERMILION, "o"),
     "sals 1024": Look("SALS 1024", VERMILION, "."),  # tokens that a step attends
-    "sals 2048": Look("SALS 2048", VERMILION, "."),
+    "sals 2048": Look("SALS 2048", VERMILION, "x"),
     "lrqk": Look("LRQK", GREEN, "D"),
     "loki": Look("Loki", ORANGE, "^"),
     "elitekv": Look("EliteKV", SKY, "v"),
