@@ -3221,7 +3221,9 @@ class FdcSettings:
         True, "each head has its own rank; else all have the mean of these ranks"
     )
     balanced: bool = setting(
-        True, "the kernel's programs read equal bytes; else equal tokens (the paper's /KE)"
+        True,
+        "a step's programs read equal bytes, and a prompt's heads go by width; else equal tokens "
+        "(the paper's /KE), and a prompt's heads are padded to the widest",
     )
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:

@@ -2980,9 +2980,6 @@ def launch_attend_latents(
         (int4_dims is not None) == (basis_scale is not None) == coded,
         "codes of latents have scales, dims in 4 bits, and a basis with scales",
     )
-    if coded and not basis_scale.is_cuda:  # to read a GPU's would mean to wait
-        even, odd = basis_scale[:, ::2], basis_scale[:, 1::2]
-        need(even.equal(odd), "both dims of a RoPE pair have the same scale of the basis")
     N4 = int4_dims.shape[3] if coded else 0
     DP = power2(D, 16)
     latent_dtype = torch.int8 if coded else q.dtype
@@ -3007,6 +3004,12 @@ def launch_attend_latents(
             "bias (of interleave_rope)": (bias, torch.float32, Hkv, DP, 1),
         },
     )
+    if coded and basis_scale.device.type == "cpu":  # to read a GPU's means to wait
+        even_scale = basis_scale[:, ::2]
+        odd_scale = basis_scale[:, 1::2]
+        need(
+            even_scale.equal(odd_scale), "both dims of a RoPE pair have the same scale of the basis"
+        )
     if bits == 16:
         need(v_scale is None, "values of 16 bits have no scale")
         packing = None
@@ -3331,13 +3334,13 @@ def _pair_steps(first, second, ONE: tl.constexpr):
 
 @jit
 def _pair_steps_of_planes(first, second):
-    """_pair_steps for each plane of 2-bit codes: words [.., plane // 2, plane % 2] -> low and step
-    [..] of plane 0, of plane 1, and so on. Pairs of planes 1 and 3 are the top bits of a mantissa;
+    """_pair_steps for each plane of 2-bit codes: words [.., plane // 2, plane % 2] -> (low0, step0,
+    .., low3, step3) [..]. Pairs of planes 1 and 3 are the top bits of a mantissa;
     those of planes 0 and 2 lie two bits below, where a code counts a fourth."""
     first_even, first_odd = tl.split(first)
     second_even, second_odd = tl.split(second)
-    low_even, step_even = _pair_steps(first_even, second_even, 16)
-    low_odd, step_odd = _pair_steps(first_odd, second_odd, 4)
+    low_even, step_even = _pair_steps(first_even, second_even, ONE=16)
+    low_odd, step_odd = _pair_steps(first_odd, second_odd, ONE=4)
     low0, low2 = tl.split(low_even)
     step0, step2 = tl.split(step_even)
     low1, low3 = tl.split(low_odd)
@@ -3376,22 +3379,12 @@ def _decode_pair(words, low, step, FIRST: tl.constexpr, BITS: tl.constexpr, ONE:
 
 
 @jit
-def _decode_pairs(
-    words,
-    low0,
-    step0,
-    low1,
-    step1,
-    low2,
-    step2,
-    low3,
-    step3,
-    BITS: tl.constexpr,
-    BYTE: tl.constexpr,
-):
+def _decode_pairs(words, steps, BITS: tl.constexpr, BYTE: tl.constexpr):
     """Eight codes of each word as fp16 numbers [.., half, N % 2, N // 2]: four pairs, of a code in
     each half. Of 4-bit codes pair N is in plane N % 2 and byte N // 2 of a half, so these are all.
-    Of 2-bit codes it is in plane N and byte BYTE of a half. lowN and stepN are its _pair_steps."""
+    Of 2-bit codes it is in plane N and byte BYTE of a half. steps: (low0, step0, .., low3, step3),
+    the _pair_steps of each pair."""
+    low0, step0, low1, step1, low2, step2, low3, step3 = steps
     if _has_ptx():
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
             _pairs_ptx(BITS, BYTE),
@@ -3437,7 +3430,7 @@ def _load_4_bit_keys(words_ptr, pairs_ptr):
     pairs = tl.load(pairs_ptr + tl.arange(0, 128)[None, :])
     pairs = tl.reshape(pairs, [1, 2, 4, 4, 2, 2])  # [1, plane, word // 4, word % 4, half, byte % 2]
     lower, upper = tl.split(tl.permute(pairs, (0, 2, 3, 5, 1, 4)))
-    low, step = _pair_steps(lower, upper, 16)  # [1, word // 4, word % 4, byte % 2, plane]
+    low, step = _pair_steps(lower, upper, ONE=16)  # [1, word // 4, word % 4, byte % 2, plane]
     low_plane0, low_plane1 = tl.split(low)
     step_plane0, step_plane1 = tl.split(step)
     low0, low2 = tl.split(low_plane0)
@@ -3446,7 +3439,8 @@ def _load_4_bit_keys(words_ptr, pairs_ptr):
     step1, step3 = tl.split(step_plane1)
 
     # [token, word // 4, word % 4, half, plane, byte % 2]
-    k = _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3, 4, 0)
+    steps = (low0, step0, low1, step1, low2, step2, low3, step3)
+    k = _decode_pairs(words, steps, BITS=4, BYTE=0)
     return tl.reshape(tl.permute(k, (0, 5, 4, 2, 1, 3)), [32, 128])
 
 
@@ -3465,20 +3459,13 @@ def _load_2_bit_keys(words_ptr, pairs_ptr):
     # [1, plane // 2, plane % 2, word // 2, word % 2, half, byte % 2]
     pairs = tl.reshape(pairs, [1, 2, 2, 4, 2, 2, 2])
     byte0, byte1 = tl.split(tl.permute(pairs, (0, 3, 4, 1, 2, 5, 6)))
-    k0 = _decode_2_bit_keys(words, byte0, 0)
-    k1 = _decode_2_bit_keys(words, byte1, 1)
-    k = tl.join(k0, k1)  # [token, word // 2, word % 2, half, plane % 2, plane // 2, byte % 2]
+    lower0, upper0 = tl.split(byte0)
+    lower1, upper1 = tl.split(byte1)
+    # [token, word // 2, word % 2, half, plane % 2, plane // 2]
+    k0 = _decode_pairs(words, _pair_steps_of_planes(lower0, upper0), BITS=2, BYTE=0)
+    k1 = _decode_pairs(words, _pair_steps_of_planes(lower1, upper1), BITS=2, BYTE=1)
+    k = tl.join(k0, k1)  # [.., byte % 2]
     return tl.reshape(tl.permute(k, (0, 6, 5, 4, 2, 1, 3)), [32, 128])
-
-
-@jit
-def _decode_2_bit_keys(words, pairs, BYTE: tl.constexpr):
-    """The codes in one byte of each half: words [32, 4, 2], and (minimum, scale) [1, word // 2,
-    word % 2, plane // 2, plane % 2, half] -> [token, word // 2, word % 2, half, plane % 2,
-    plane // 2]."""
-    lower, upper = tl.split(pairs)
-    low0, step0, low1, step1, low2, step2, low3, step3 = _pair_steps_of_planes(lower, upper)
-    return _decode_pairs(words, low0, step0, low1, step1, low2, step2, low3, step3, 2, BYTE)
 
 
 @jit
@@ -3517,7 +3504,8 @@ def _load_4_bit_values(words_ptr, pairs_ptr, stride, last):
     pairs = tl.load(pairs_ptr + token * 4 + tl.arange(0, 4)[None, :])
     pairs = tl.reshape(pairs, [4, 4, 2, 2, 2])  # [x // 4, y // 2 % 4, token % 2, plane, word // 8]
     even_pairs, odd_pairs = tl.split(tl.permute(pairs, (0, 4, 1, 3, 2)))
-    low, step = _pair_steps(even_pairs, odd_pairs, 16)  # [x // 4, word // 8, y // 2 % 4, plane]
+    # [x // 4, word // 8, y // 2 % 4, plane]
+    low, step = _pair_steps(even_pairs, odd_pairs, ONE=16)
     low0, low1 = tl.split(low)
     step0, step1 = tl.split(step)
     low0 = low0[:, :, None, None, :, None]
@@ -3526,8 +3514,9 @@ def _load_4_bit_values(words_ptr, pairs_ptr, stride, last):
     step1 = step1[:, :, None, None, :, None]
 
     # [.., token % 2, plane, byte % 2]; both bytes are of one group
-    front = _decode_pairs(front, low0, step0, low1, step1, low0, step0, low1, step1, 4, 0)
-    back = _decode_pairs(back, low0, step0, low1, step1, low0, step0, low1, step1, 4, 0)
+    steps = (low0, step0, low1, step1, low0, step0, low1, step1)
+    front = _decode_pairs(front, steps, BITS=4, BYTE=0)
+    back = _decode_pairs(back, steps, BITS=4, BYTE=0)
     v = tl.permute(tl.join(front, back), (9, 8, 7, 5, 1, 2, 3, 0, 4, 6))
     return tl.reshape(v, [128, 32])
 
@@ -3552,13 +3541,12 @@ def _load_2_bit_values(words_ptr, pairs_ptr, stride, last):
     pairs = tl.reshape(pairs, [4, 1, 4, 2, 2, 2])  # [x, 1, y % 4, token % 2, plane // 2, plane % 2]
     even_pairs, odd_pairs = tl.split(tl.permute(pairs, (0, 1, 2, 4, 5, 3)))
     steps = _pair_steps_of_planes(even_pairs, odd_pairs)  # each [x, 1, y % 4]
-    low0, step0, low1, step1, low2, step2, low3, step3 = steps
 
     # [x, word, y % 4, token % 2, plane % 2, plane // 2]
-    v0 = _decode_pairs(front, low0, step0, low1, step1, low2, step2, low3, step3, 2, 0)
-    v1 = _decode_pairs(front, low0, step0, low1, step1, low2, step2, low3, step3, 2, 1)
-    v2 = _decode_pairs(back, low0, step0, low1, step1, low2, step2, low3, step3, 2, 0)
-    v3 = _decode_pairs(back, low0, step0, low1, step1, low2, step2, low3, step3, 2, 1)
+    v0 = _decode_pairs(front, steps, BITS=2, BYTE=0)
+    v1 = _decode_pairs(front, steps, BITS=2, BYTE=1)
+    v2 = _decode_pairs(back, steps, BITS=2, BYTE=0)
+    v3 = _decode_pairs(back, steps, BITS=2, BYTE=1)
     v = tl.join(tl.join(v0, v1), tl.join(v2, v3))  # [.., byte % 2, byte // 2]
     return tl.reshape(tl.permute(v, (7, 6, 5, 4, 1, 0, 2, 3)), [128, 32])
 

@@ -1042,32 +1042,38 @@ def run_ragged(args: argparse.Namespace) -> None:
     which the same bytes take where all ranks and rows are equal. The shape is that of Llama-3.1-8B:
     32 query and 8 KV heads. A batch is measured twice, with rows of equal length and with rows from
     an eighth of it on."""
-    device = torch.device(args.device)
     table = []
     for batch in args.batch:
         for length in args.lengths:
-            cases = [[length] * batch]  # the lengths of the rows
-            if batch > 1:
-                cases.append(torch.linspace(length // 8, length, batch).int().tolist())
-            uniform = SPREADS["uniform"]
-            uniform_us = ragged_us(uniform, [length] * batch, True, device)
-            us_of_number = uniform_us / (sum(uniform) * batch * length)
-            for lengths in cases:
-                for spread, d_ranks in SPREADS.items():
-                    line = {
-                        "batch": batch,
-                        "shortest": min(lengths),
-                        "longest": max(lengths),
-                        "spread": spread,
-                        "numbers": 2 * sum(d_ranks),
-                        "balanced_us": ragged_us(d_ranks, lengths, True, device),
-                        "by_heads_us": ragged_us(d_ranks, lengths, False, device),
-                        "by_bytes_us": us_of_number * sum(d_ranks) * sum(lengths),
-                    }
-                    table.append(line)
-                    print_line(line)
-                    if args.csv:
-                        save_csv(args.csv, list(line), table)
+            for line in ragged_lines(batch, length, torch.device(args.device)):
+                table.append(line)
+                print_line(line)
+                if args.csv:
+                    save_csv(args.csv, list(line), table)
+
+
+def ragged_lines(batch: int, length: int, device: torch.device) -> Iterator[dict]:
+    """The lines of run_ragged's table for a batch and the tokens of its longest row."""
+    cases = [[length] * batch]  # the lengths of the rows
+    if batch > 1:
+        cases.append(torch.linspace(length // 8, length, batch).int().tolist())
+    us_of_number = None  # of the first line, where all rows and all ranks are equal
+    for lengths in cases:
+        for spread, d_ranks in SPREADS.items():
+            balanced_us = ragged_us(d_ranks, lengths, True, device)
+            n_numbers = sum(d_ranks) * sum(lengths)
+            if us_of_number is None:
+                us_of_number = balanced_us / n_numbers
+            yield {
+                "batch": batch,
+                "shortest": min(lengths),
+                "longest": max(lengths),
+                "spread": spread,
+                "numbers": 2 * sum(d_ranks),
+                "balanced_us": balanced_us,
+                "by_heads_us": ragged_us(d_ranks, lengths, False, device),
+                "by_bytes_us": us_of_number * n_numbers,
+            }
 
 
 def add_ragged(commands: argparse._SubParsersAction) -> None:

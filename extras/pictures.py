@@ -134,8 +134,9 @@ DEFAULTS = {"kivi": "4 bits", "sals:paper": "25 %"}  # settings that labels leav
 
 
 def names_of(labels: list[str]) -> dict[str, str]:
-    """A short name for each label. The first label of a method has the method's name alone. Others
-    have the settings, too, that they do not share, and so have all labels of CURVES."""
+    """A short name for each label. The first label of a method has the method's name alone, and
+    "centred" with it. Others have the settings, too, that they do not share, and so have all labels
+    of CURVES."""
     settings_of = {}  # method, or method:paper -> the settings of each of its labels
     for label in labels:
         variant, settings = split_variant(label)
@@ -883,15 +884,12 @@ def draw_operations(figure, tables: dict[str, Table]) -> None:
     sizes = [(int(row["batch"]) * int(row["length"]), row["model"], row["batch"]) for row in rows]
     largest = max(sizes)
     rows = [row for row, size in zip(rows, sizes, strict=True) if size == largest]
-    size = rows[0]["model"], rows[0]["batch"], rows[0]["length"]
-    step_ms = None
-    for row in tables.get("steps", []):
-        if (row["method"], row["model"], row["batch"], row["length"]) == ("sals", *size):
-            step_ms = number(row, "ms")
-    if step_ms is not None and size[0] in SHAPES:
+    shape = rows[0]["model"]
+    step_ms = step_ms_of(tables.get("steps", []), rows[0])
+    if step_ms is not None and shape in SHAPES:
         figure.set_size_inches(WIDTH, 0.42 * len(rows) + 2.3)
         top, axis = figure.subplots(2, 1, height_ratios=(1, len(rows)))
-        draw_step(top, step_ms, number(rows[0], "us"), SHAPES[size[0]].n_layers)
+        draw_step(top, step_ms, number(rows[0], "us"), SHAPES[shape].n_layers)
     else:
         figure.set_size_inches(WIDTH, 0.42 * len(rows) + 1.3)
         axis = figure.subplots()
@@ -908,9 +906,17 @@ def draw_operations(figure, tables: dict[str, Table]) -> None:
     axis.tick_params(axis="y", length=0)
     axis.set_xlim(0, 1.12 * axis.dataLim.x1)
     axis.set_xlabel("us a layer (black: a copy of as many bytes)")
-    model = SHAPE_NAMES.get(rows[0]["model"], rows[0]["model"])
+    model = SHAPE_NAMES.get(shape, shape)
     tokens = f"{rows[0]['batch']} x {int(rows[0]['length']):,} tokens"
     axis.set_title(f"SALS, one layer's attention: {model}, {tokens}")
+
+
+def step_ms_of(steps: Table, wanted: dict[str, str]) -> float | None:
+    """The milliseconds of a step of the wanted row's method and size; None if it was not timed."""
+    for row in steps:
+        if all(row[name] == wanted[name] for name in ("method", "model", "batch", "length")):
+            return number(row, "ms")
+    return None
 
 
 def draw_step(axis, step_ms: float, layer_us: float, n_layers: int) -> None:
@@ -931,6 +937,29 @@ def draw_step(axis, step_ms: float, layer_us: float, n_layers: int) -> None:
     axis.set_title(f"a step: {step_ms:.1f} ms")
 
 
+# -------------------------------------------------------------------------------- lines of methods
+
+FEW = ("sals", "lrqk", "loki", "fdc", "kivi", "h2o")  # more lines could not be told apart
+
+
+def draw_lines(axis, rows: Table, columns: list[str], xs: list[int]) -> list[Label]:
+    """A line for each of FEW that has a figure in all these columns: the first such row counts.
+    Returns the labels of their ends."""
+    labels = []
+    drawn = set()
+    for row in rows:
+        method = split_label(row["method"])[0]
+        is_measured = all(row[column] for column in columns)
+        if method not in FEW or method in drawn or not is_measured:
+            continue
+        drawn.add(method)
+        look = look_of(row["method"])
+        ys = [number(row, column) for column in columns]
+        axis.plot(xs, ys, color=look.color, marker=look.mark, markersize=4.5)
+        labels.append(Label(look.name, xs[-1], ys[-1], look.ink()))
+    return labels
+
+
 # ---------------------------------------------------------------------------------------- lengths
 
 
@@ -943,18 +972,7 @@ def draw_lengths(figure, tables: dict[str, Table]) -> None:
     lengths = [int(column.partition("_")[2]) for column in places]
     figure.set_size_inches(0.62 * WIDTH, 3.8)
     axis = figure.subplots()
-    labels = []
-    drawn = set()
-    for row in rows:
-        method = split_label(row["method"])[0]
-        is_measured = all(row[column] for column in places)
-        if method not in FEW or method in drawn or not is_measured:
-            continue
-        drawn.add(method)
-        look = look_of(row["method"])
-        ys = [number(row, column) for column in places]
-        axis.plot(lengths, ys, color=look.color, marker=look.mark, markersize=4.5)
-        labels.append(Label(look.name, lengths[-1], ys[-1], look.ink()))
+    labels = draw_lines(axis, rows, places, lengths)
     axis.set_title(model_name(stem))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
@@ -971,8 +989,6 @@ def draw_lengths(figure, tables: dict[str, Table]) -> None:
 
 # ------------------------------------------------------------------------------------------ drift
 
-FEW = ("sals", "lrqk", "loki", "fdc", "kivi", "h2o")  # more lines could not be told apart
-
 
 def draw_drift(figure, tables: dict[str, Table]) -> None:
     """KL by how many tokens have been written: a panel for each table, a line for each of FEW."""
@@ -982,18 +998,7 @@ def draw_drift(figure, tables: dict[str, Table]) -> None:
     for axis, (stem, rows) in zip(axes, tables.items(), strict=True):
         places = [column for column in rows[0] if column.startswith("kl@")]
         xs = [int(column.partition("@")[2]) for column in places]
-        labels = []
-        drawn = set()
-        for row in rows:
-            method = split_label(row["method"])[0]
-            if method not in FEW or method in drawn:  # a method's first settings count
-                continue
-            drawn.add(method)
-            look = look_of(row["method"])
-            ys = [number(row, column) for column in places]
-            axis.plot(xs, ys, color=look.color, marker=look.mark, markersize=4.5)
-            labels.append(Label(look.name, xs[-1], ys[-1], look.ink()))
-        ends.append(labels)
+        ends.append(draw_lines(axis, rows, places, xs))
         axis.set_title(model_name(stem))
         axis.set_yscale("log")
         axis.set_xlim(0, 1.33 * xs[-1])
