@@ -2974,10 +2974,10 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class EliteAttention(nn.Module):
-    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., He, 2r] and the latent
-    c_kv [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [He, D/2]: He is Hkv,
-    or 1 where heads share an elite key. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r
-    key and D value rows."""
+    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent
+    c_kv [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [Hkv, D/2]: of each
+    head's pairs. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r key and D value
+    rows."""
 
     def __init__(
         self,
@@ -2992,8 +2992,8 @@ class EliteAttention(nn.Module):
         self.config = c
         self.order = order
         self.r = r
-        self.pairs = order[:, :r].sort(-1).values  # [He, r]
-        self.widths = [c.n_heads * c.head_dim, len(order) * 2 * r, up.in_features]
+        self.pairs = order[:, :r].sort(-1).values  # [Hkv, r]
+        self.widths = [c.n_heads * c.head_dim, c.n_kv_heads * 2 * r, up.in_features]
         self.wqkv = wqkv
         self.up = up
         self.wo = wo
@@ -3009,17 +3009,17 @@ class EliteAttention(nn.Module):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotates the first 2r dims of x [..., S, H, n] by its head's elite angles; tables
         [..., S, D/2]."""
-        x = x.unflatten(-2, (len(self.pairs), -1))  # [..., S, He, H / He, n]
+        x = x.unflatten(-2, (len(self.pairs), -1))  # [..., S, Hkv, H / Hkv, n]
         elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
     def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k
-        [..., P + S, He, 2r]."""
+        [..., P + S, Hkv, 2r]."""
         D = self.config.head_dim
         expanded = self.up(latent).unflatten(-1, (self.config.n_kv_heads, -1))
         rest, v = expanded.split((D - 2 * self.r, D), dim=-1)
-        keys = torch.cat((k.expand(*rest.shape[:-1], -1), rest), -1)
+        keys = torch.cat((k, rest), -1)
         return causal_attention(q, keys, v)
 
     def causal(self, cos: Tensor, sin: Tensor) -> Callable[..., Tensor]:
@@ -3075,7 +3075,7 @@ def fold_elitekv(
     else:
         order = artifact[settings.pairs][i]
     order = order.to(wqkv.weight.device)
-    dims = elite_dims(order, r).expand(Hkv, -1)  # [Hkv, D]
+    dims = elite_dims(order, r)  # [Hkv, D]
 
     # W_q, W_k and W_v in this order; a bias is one more column.
     rows = wqkv.weight
@@ -3086,7 +3086,6 @@ def fold_elitekv(
     k = in_order(k, dims)[:, 0]
     v = v.unflatten(0, (Hkv, -1))
     elite, rest = k.split((2 * r, D - 2 * r), 1)
-    elite = elite[: len(order)]  # uptrained with one elite key for all heads: all have the same
 
     # The factors A and B of all that is not rotated.
     k_weights = rest[..., : c.dim].permute(2, 0, 1)  # [dim, Hkv, D - 2r]
@@ -3131,7 +3130,7 @@ class EliteCache(Cache):
         self.latents = TokenStore(context, 1, context.max_seq_length, d_ckv + elite_width)
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """k [n, He, 2r]: elite keys; latent [n, d_ckv]."""
+        """k [n, Hkv, 2r]: elite keys; latent [n, d_ckv]."""
         stop = start + len(q)
         cos = self.context.cos[start:stop]
         sin = self.context.sin[start:stop]
@@ -3143,7 +3142,7 @@ class EliteCache(Cache):
         return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """k [B, He, 2r]: elite keys; latent [B, d_ckv]."""
+        """k [B, Hkv, 2r]: elite keys; latent [B, d_ckv]."""
         Hkv = self.config.n_kv_heads
         D = self.config.head_dim
         elite_width = 2 * self.r
@@ -3160,9 +3159,8 @@ class EliteCache(Cache):
         grouped = q.unflatten(1, (Hkv, -1))  # [B, Hkv, G, D]
         elite, rest = grouped.split((elite_width, D - elite_width), -1)
         rest = torch.einsum("bhgd,hdc->bhgc", rest, b_k)
-        n_elite_keys = len(self.attention.pairs)
-        own = torch.eye(n_elite_keys, dtype=q.dtype, device=q.device)[:, None, :, None]
-        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, He * 2r]
+        own = torch.eye(Hkv, dtype=q.dtype, device=q.device)[:, None, :, None]
+        elite = (elite[..., None, :] * own).flatten(-2)  # [B, Hkv, G, Hkv * 2r]
         query = torch.cat((rest, elite), -1).flatten(1, 2)
         # Attend the latents; then B_v makes a head's values of their mean.
         mixed = kernels.attend_shared_latent(
@@ -3180,13 +3178,11 @@ class EliteCache(Cache):
 
 
 def elite_tensors(c: ModelConfig) -> Stored:
-    sizes = {"r": (int,), "d_ckv": (int,)}
-    if c.elitekv:
-        # An uptrained checkpoint's pairs are fixed: one order a head, or one where heads share an
-        # elite key.
-        return sizes | {"elite": (int, c.n_layers, None, c.head_dim // 2)}
     order = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2)
-    return sizes | {"elite": order, "contribution": order}
+    stored = {"r": (int,), "d_ckv": (int,), "elite": order}
+    if not c.elitekv:  # an uptrained checkpoint's pairs are fixed
+        stored["contribution"] = order
+    return stored
 
 
 def random_elitekv(c: ModelConfig) -> Artifact:

@@ -3742,7 +3742,7 @@ def launch_attend_channels(
     exact_k, exact_v = exact or (None, None)
     G = Hq // Hkv
     in_pairs = decodes_pairs(q, k_bits, values.D, bits, v_scale)
-    config = channels_config(q.dtype, in_pairs)
+    config = channels_config(q.dtype, in_pairs, bits)
     splits = attend_splits(S, B * Hkv, config.programs_a_sm)
     parts = empty_splits(q, splits, values.D)
     arguments = {  # of both kernels
@@ -3786,11 +3786,16 @@ def launch_attend_channels(
     return merge_splits(parts, q)
 
 
-def channels_config(dtype: torch.dtype, in_pairs: bool) -> TileConfig:
+def channels_config(dtype: torch.dtype, in_pairs: bool, bits: int) -> TileConfig:
     """One warp decodes a group without waiting for others."""
     if dtype == torch.float32:
         return TileConfig(32, warps=4, stages=2, programs_a_sm=4)
-    return TileConfig(32, warps=1, stages=3, programs_a_sm=16 if in_pairs else 8)
+    programs_a_sm = 8
+    if in_pairs:
+        # A multiprocessor runs 16 at once. In 2 bits, where each has half of the bytes to read,
+        # twice as many are faster: a step of 8.79 ms in place of 8.97 (8B, 8 x 32768, an H200).
+        programs_a_sm = 32 if bits == 2 else 16
+    return TileConfig(32, warps=1, stages=3, programs_a_sm=programs_a_sm)
 
 
 # ------------------------------------------------ attention: latents that all heads share (EliteKV)

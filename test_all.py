@@ -3515,23 +3515,6 @@ def test_elitekv_at_full_rank_rotates_the_elite_pairs_only(group, qkv_bias, r):
         assert error(elite(x, elite.causal(cos[17:], sin[17:])), output) < 1e-4
 
 
-def test_a_checkpoint_may_have_one_elite_key_for_all_heads():
-    """As nano-elitekv: its artifact has one order a layer, and the heads' keys are the same."""
-    model = tiny_model()
-    dense = model.layers[1].attention
-    keys = dense.wqkv.weight[128:192].view(4, 16, 48)  # [Hkv, D, dim]
-    keys.copy_(keys[:1].clone().expand(4, -1, -1))
-    artifact = artifact_of("elitekv", model)
-    artifact["elite"] = artifact["elite"][:, :1]
-    method_named("elitekv").fold_all(model, compress.EliteSettings(r=8, d_ckv=48), artifact)
-
-    elite = model.layers[1].attention
-    assert elite.widths == [128, 16, 48]  # Hq*D, one head's 2r, d_ckv
-    x = torch.randn(40, 48)
-    cos, sin = rope_tables(model.config, 40, CPU)
-    assert error(elite(x, elite.causal(cos, sin)), dense(x, dense.causal(cos, sin))) < 1e-4
-
-
 def test_ropelite_takes_the_best_pair_in_each_round():
     """Brute force, from the definition, over the queries at some positions."""
     torch.manual_seed(1)
@@ -6600,6 +6583,23 @@ def test_prompts_are_served_in_groups_and_rows_without_one_are_idle(method, chec
     assert llm.held_memory().tokens == n_written
     llm.save(tmp_path / "cache")
     assert generate.saved_facts(tmp_path / "cache").lengths == [n_written]
+
+
+@over("method, options", lambda tests: tests.CASES)
+def test_a_row_decodes_alike_beside_an_idle_one(method, options):
+    """The other row had a prompt before, which was longer than what a method keeps of it."""
+    prompts = [random_ids(60), random_ids(60, 1)]
+    logits = []
+    for second in ([], prompts[1]):
+        engine = make_engine(tiny_model(), method, 2, 80, **options)
+        engine.prefill(prompts)
+        engine.prefill([prompts[0], second])
+        for token in random_ids(5, 2):
+            engine.tokens.fill_(token)
+            engine.step()
+            logits.append(engine.logits[0].clone())
+    for beside_idle, beside_prompt in zip(logits[:5], logits[5:], strict=True):
+        assert error(beside_idle, beside_prompt) < 1e-4
 
 
 @pytest.mark.parametrize("method", ["dense", "sals"])

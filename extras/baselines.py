@@ -469,7 +469,9 @@ class SnapKvCache(SlotCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = self.rope(q, pos)
-        place = pos - self.dropped  # its number among the tokens that the slots have been given
+        # Its number among the tokens that the slots have been given. An idle row begins at 0, and
+        # still has what an older prompt dropped.
+        place = (pos - self.dropped).clamp(min=0)
         self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.

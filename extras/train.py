@@ -564,13 +564,12 @@ def dense_attention(elite: compress.EliteAttention) -> Attention:
     c = elite.config
     r = elite.r
     dims = compress.elite_dims(elite.order, r)  # [Hkv, D]: where each dim came from
-    back = dims.argsort(-1).expand(c.n_kv_heads, -1)
+    back = dims.argsort(-1)
 
     q, k_elite, a = elite.wqkv.weight.split(elite.widths)
     expanded = (elite.up.weight @ a).unflatten(0, (c.n_kv_heads, -1))  # [Hkv, 2D - 2r, dim]
     k_rest, v = expanded.split((c.head_dim - 2 * r, c.head_dim), 1)
     k_elite = k_elite.unflatten(0, (-1, 2 * r))  # [Hkv, 2r, dim]
-    k_elite = k_elite.expand(c.n_kv_heads, -1, -1)  # a shared elite key is every head's
     k = torch.cat((k_elite, k_rest), 1).flatten(0, 1)  # [Hkv*D, dim]
 
     q = compress.in_order(q, back).flatten(0, 2)  # [Hq*D, dim]
