@@ -1199,7 +1199,7 @@ def pictures_of(folder: Path) -> list[Picture]:
         Picture("throughput", draw_throughput, needs=("throughput",)),
         Picture("steps", draw_steps, needs=("steps",)),
         Picture("operations", draw_operations, needs=("speed",), takes=("steps",)),
-        Picture("lengths", draw_lengths, needs=("eval-qwen",)),
+        Picture("lengths", draw_lengths, needs=("lengths-qwen",)),
         Picture("drift", draw_drift, needs=stems(folder, "drift-*")),
         Picture("ranks", draw_ranks, needs=stems(folder, "ranks-*")),
     ]

@@ -2560,6 +2560,11 @@ TINY_TABLES = {
         q,dense,200,0
         q,sals,40,.01
         q,lrqk,60,.004""",
+    "lengths-qwen": """
+        model,method,bytes/token,kl wikitext2_4096,kl wikitext2_8192
+        q,dense,200,0,0
+        q,sals,40,.01,.02
+        q,lrqk,60,.004,.005""",
     "drift-nano": """
         method,kl written,kl@8,kl@16,argmax@8
         dense,0,0,0,1
