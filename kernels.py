@@ -39,7 +39,7 @@ mix of an online softmax, and a name with P at its end (GP, NP, DP) is a size pa
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -54,8 +54,13 @@ try:
     # the first: what runs in Python when a kernel is compiled
     from triton import constexpr_function, jit
 except ImportError:  # macOS, Windows: the PyTorch path runs, and a wrapper says what is missing
-    triton, tl = None, SimpleNamespace(constexpr=None)  # for the kernels' annotations
-    jit = constexpr_function = lambda function: function
+    triton = None
+    tl = SimpleNamespace(constexpr=None)  # for the kernels' annotations
+
+    def jit(function: Callable) -> Callable:
+        return function
+
+    constexpr_function = jit
 
 SMS = 132  # multiprocessors of an H100/H200: how many programs it takes to fill the chip
 LOG2E = math.log2(math.e)  # softmax is made of exp2, which GPUs have: exp(x) = exp2(x LOG2E)
@@ -1551,7 +1556,8 @@ def _places(keep):
 def _store_kept(out_ptr, keys, index, lo, hi, spare):
     """Stores the index of the keys that reach hi, and of the first `spare` keys that equal lo ->
     how many it stored, and how many of these equal lo."""
-    keep, tied = keys >= hi, keys < -2147483648
+    keep = keys >= hi
+    tied = keys < -2147483648  # none
     if spare > 0:
         tied = keys == lo
         tied &= _places(tied) < spare
@@ -3015,7 +3021,8 @@ def launch_attend_latents(
         packing = None
         DV = v.shape[3]
         v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
-        v_words, v_scale_words = v, None
+        v_words = v
+        v_scale_words = None
     else:
         need(v_scale is not None, f"values of {bits} bits need a scale")
         packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
@@ -4156,7 +4163,8 @@ def launch_attend_logits(
         packing = None
         DV = v.shape[3]
         v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
-        v_words, v_scale_words = v, None
+        v_words = v
+        v_scale_words = None
     else:
         need(v_scale is not None, f"values of {bits} bits need a scale")
         packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)

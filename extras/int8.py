@@ -187,18 +187,34 @@ def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
 @operator(lambda x, codes, *_: x.new_empty(len(x), len(codes)))
 def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [M, K] -> [M, N]."""
-    (M, K), N = x.shape, len(codes)
+    M, K = x.shape
+    N = len(codes)
     check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
     check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
     like = {"dtype": x.dtype, "device": x.device}
     if M > LINEAR_ROWS:
-        weight, BK = torch.empty(N, K, **like), min(power2(K), 4096)
+        weight = torch.empty(N, K, **like)
+        BK = min(power2(K), 4096)
         _dequantize_kernel[N, cdiv(K, BK)](codes, scale, weight, K, BK)
         return F.linear(x, weight, bias)
-    out, (MP, BN, BK, STAGES) = torch.empty(M, N, **like), linear_config(M, N, x.element_size())
-    sizes = M, N, K, MP, BN, BK, K % BK == 0, STAGES
+    MP, BN, BK, STAGES = linear_config(M, N, x.element_size())
+    out = torch.empty(M, N, **like)
     _linear_kernel[cdiv(M, MP), cdiv(N, BN)](
-        x, codes, scale, bias, out, *sizes, num_warps=4, **overlapped(x.device)
+        x,
+        codes,
+        scale,
+        bias,
+        out,
+        M,
+        N,
+        K,
+        MP,
+        BN,
+        BK,
+        K % BK == 0,
+        STAGES,
+        num_warps=4,
+        **overlapped(x.device),
     )
     return out
 
