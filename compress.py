@@ -1431,19 +1431,21 @@ class SalsSettings:
             return self.bits
         return 4 if has_few_key_dims(c) else 2
 
+    def rank_fraction(self, c: ModelConfig) -> float:
+        """r / (Hkv*D): --rank, or half but at most 1024 dims, the paper's 25 % of the widest keys,
+        and five eighths of narrow ones (ours)."""
+        if self.rank:
+            return self.rank
+        if has_few_key_dims(c):
+            return 0.625
+        return min(0.5, 1024 / c.kv_dim)
+
     def ranks(self, c: ModelConfig) -> tuple[int, int]:
         """(r, r*): dims of a latent, and how many of them scores read.
 
-        r is --rank, or half of the keys' width but at most 1024, the paper's 25 % of the widest
-        keys, and five eighths of narrow ones; r* is a quarter of r, at most an eighth of the width,
-        at least 32 (ours). Our codes leave an even r - r* > 0, since a byte holds two dims."""
-        if self.rank:
-            fraction = self.rank
-        elif has_few_key_dims(c):
-            fraction = 0.625
-        else:
-            fraction = min(0.5, 1024 / c.kv_dim)
-        r = rank_of(fraction, c.kv_dim)
+        r* is a quarter of r, at most an eighth of the keys' width, and at least 32 (ours). Our
+        codes leave an even r - r* > 0, since a byte holds two dims."""
+        r = rank_of(self.rank_fraction(c), c.kv_dim)
         if self.score_rank:
             r_score = rank_of(self.score_rank, r)
         else:

@@ -219,6 +219,8 @@ def make_own_elitekv(artifact: Artifact, share: ShareConfig) -> None:
 # ------------------------------------------------------------------- what takes functions' places
 
 whole_empty_model = model_file.empty_model
+rank_fraction = compress.SalsSettings.rank_fraction
+has_few_key_dims = compress.has_few_key_dims
 attention_forward = model_file.Attention.forward
 elite_attention_forward = compress.EliteAttention.forward
 feed_forward_forward = model_file.FeedForward.forward
@@ -234,6 +236,8 @@ def cut_models() -> None:
     Attention.forward,           in model.py, and EliteAttention's in compress.py, by ones whose
     FeedForward.forward          results are summed over the processes
     compress.read_artifact       by one that cuts what it has read
+    SalsSettings.rank_fraction   and compress.has_few_key_dims by ones that are asked of the whole
+                                 model, so that a share has the same defaults
     generate.device_and_dtype    by one that gives each process a GPU of its own
     Engine.set_tokens            by one after which all have the tokens that process 0 drew
     LLM.identity                 by a refusal: a file of a cache would be one process's share
@@ -244,6 +248,8 @@ def cut_models() -> None:
     compress.EliteAttention.forward = all_reduced(elite_attention_forward)
     model_file.FeedForward.forward = all_reduced(feed_forward_forward)
     compress.read_artifact = read_own_artifact
+    compress.SalsSettings.rank_fraction = whole_rank_fraction
+    compress.has_few_key_dims = whole_has_few_key_dims
     generate.device_and_dtype = own_device_and_dtype
     generate.Engine.set_tokens = set_the_same_tokens
     generate.LLM.identity = refuse_to_save
@@ -251,6 +257,19 @@ def cut_models() -> None:
 
 def empty_share(config: ModelConfig, dtype: torch.dtype, fingerprint: str = "random") -> Llama:
     return whole_empty_model(share_of(config, world_size()), dtype, fingerprint)
+
+
+def whole_of(config: ModelConfig) -> ModelConfig:
+    """The config of the whole model, of a share's config or of its own."""
+    return getattr(config, "whole", None) or config
+
+
+def whole_rank_fraction(settings: compress.SalsSettings, config: ModelConfig) -> float:
+    return rank_fraction(settings, whole_of(config))
+
+
+def whole_has_few_key_dims(config: ModelConfig) -> bool:
+    return has_few_key_dims(whole_of(config))
 
 
 def copy_own_part(model: Llama, name: str, slot: Tensor, tensor: Tensor) -> None:

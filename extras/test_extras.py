@@ -3744,6 +3744,8 @@ def play_rank(monkeypatch, rank: int, n: int) -> None:
         (model_file, "empty_model"),
         (model_file, "copy_weight"),
         (compress, "read_artifact"),
+        (compress, "has_few_key_dims"),
+        (compress.SalsSettings, "rank_fraction"),
     ]
     classes = (model_file.Attention, compress.EliteAttention, model_file.FeedForward)
     replaced += [(each, "forward") for each in classes]
@@ -3836,6 +3838,22 @@ def test_shards_of_sals_are_the_blocks_of_the_covariance(every_folder, tmp_path,
         assert torch.equal(own["scale"], made["scale"][:, heads])
         kept = own["key_eigenvalues"][3].double()
         assert kept.shape == (32,) and error(kept[:8], values[:8]) < 1e-3
+
+
+@pytest.mark.parametrize("n_heads, r", [(8, 80), (16, 128), (256, 1024)])
+def test_a_share_has_the_defaults_of_the_whole_model_in_sals(n_heads, r, monkeypatch):
+    """Of the whole model's keys, 128, 256 and 4096 dims, a latent has r. Shares have a quarter
+    each, and values in as many bits."""
+    whole = test_all.tiny_config(n_heads=n_heads, n_kv_heads=n_heads)
+    settings = compress.SalsSettings(skip="0")
+    bits = settings.value_bits(whole)
+    layers = compress.kivi_layers(whole, settings)
+    assert settings.ranks(whole)[0] == r
+    play_rank(monkeypatch, 0, 4)
+    share = parallel.share_of(whole, 4)
+    assert settings.ranks(share)[0] == r // 4
+    assert settings.value_bits(share) == bits
+    assert compress.kivi_layers(share, settings) == layers
 
 
 def test_a_rank_has_its_share_of_elitekvs_latent(every_folder, tmp_path, monkeypatch):
