@@ -3512,6 +3512,8 @@ def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Arti
         return {}
     path = artifact_path(source, row.artifact)
     command = f"python calibrate.py fit --checkpoint {source} --method {row.artifact}"
+    if model.config.elitekv:  # training has written the weights and the artifact together
+        command = f"python -m extras.train --from FOLDER --out {source}"
     if not path.is_file():
         raise UserError(f"{path}: {method} must be calibrated first: {command}")
     return read_artifact(path, row, model, f"make it again: {command}")

@@ -6352,6 +6352,20 @@ def test_an_artifact_that_has_all_tensors_of_its_method_is_loaded(method, checkp
         assert load_artifact(tmp_path, method, model).keys() == tensors.keys()
 
 
+def test_an_uptrained_checkpoint_without_its_artifact_says_to_train_again(checkpoint, tmp_path):
+    """`calibrate.py fit` would refuse it. One elite key for all heads is what older training
+    wrote."""
+    model = load_model(checkpoint, CPU, torch.float32)
+    good = artifact_of("elitekv", model)
+    model.config = dataclasses.replace(model.config, elitekv=True)
+    put_artifact(tmp_path, "elitekv", good | {"elite": good["elite"][:, :1]}, model)
+    with pytest.raises(UserError, match=r"elite is .*python -m extras.train --from FOLDER --out"):
+        load_artifact(tmp_path, "elitekv", model)
+    (tmp_path / "elitekv.safetensors").unlink()
+    with pytest.raises(UserError, match=r"calibrated first: python -m extras.train"):
+        load_artifact(tmp_path, "elitekv", model)
+
+
 def replace_two_files(folder: Path) -> None:
     """A config.json and weights that are no model's."""
     with compress.replacing(folder, "two") as partial:
