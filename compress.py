@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -3769,20 +3770,34 @@ def settings_from(method: str, options: dict) -> object:
     """The method's settings: `options` over the defaults of their `variant`. UserError where one is
     unknown, or has a value that its field does not allow."""
     row = method_named(method)
-    fields = {f.name: f.metadata for f in dataclasses.fields(row.settings)}
+    fields = {f.name: f for f in dataclasses.fields(row.settings)}
     for name, value in options.items():
         if name not in fields:
             fault = f"--{name} is not a setting of {method}"
             raise UserError(f"{fault}; its settings are: {', '.join(fields) or 'none'}")
-        choices = fields[name]["choices"]
-        interval = fields[name]["within"]
+        kind = fields[name].type
+        choices = fields[name].metadata["choices"]
+        interval = fields[name].metadata["within"]
         if choices and value not in choices:
             raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        if not (choices or isinstance(value, str) or inside(value, interval)):
-            raise UserError(f"--{name} {value}: give a number in {interval}")
+        is_number = kind in (int, float) and not choices
+        if not is_of_kind(value, kind) or is_number and not inside(value, interval):
+            wanted = f"{KINDS[kind]} in {interval}" if is_number else KINDS[kind]
+            raise UserError(f"--{name} {value}: give {wanted}")
     if options.get("variant") == "paper":
         options = row.paper | options
     return row.settings(**options)
+
+
+KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+def is_of_kind(value: object, kind: type) -> bool:
+    """Can a setting of this kind, a key of KINDS, have this value? numpy's numbers count, too."""
+    if kind in (bool, str):
+        return isinstance(value, kind)
+    number = Integral if kind is int else Real
+    return isinstance(value, number) and not isinstance(value, bool)
 
 
 def inside(value: float, interval: str) -> bool:

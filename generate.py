@@ -166,11 +166,8 @@ LIMITS = {  # name -> kind of number, and the interval that it lies in
 
 def check_number(name: str, value: object, kind: type, interval: str) -> None:
     """Raises UserError unless the value is such a number, in the interval (compress.inside)."""
-    wanted = numbers.Integral if kind is int else numbers.Real
-    is_number = isinstance(value, wanted) and not isinstance(value, bool)
-    if not is_number or not compress.inside(value, interval):
-        a_number = "a whole number" if kind is int else "a number"
-        raise UserError(f"--{name} {value}: give {a_number} in {interval}")
+    if not compress.is_of_kind(value, kind) or not compress.inside(value, interval):
+        raise UserError(f"--{name} {value}: give {compress.KINDS[kind]} in {interval}")
 
 
 def check_choice(name: str, value: object, choices: tuple) -> None:
@@ -338,6 +335,8 @@ def is_one_prompt(prompts: object) -> bool:
     if isinstance(prompts, str) or is_chat(prompts):
         return True
     if hasattr(prompts, "ndim"):  # numpy's and torch's
+        if prompts.ndim == 0:
+            raise UserError("a prompt is a text, token ids or a chat's messages, not one number")
         return prompts.ndim == 1
     if not isinstance(prompts, list | tuple):
         kind = type(prompts).__name__
@@ -570,6 +569,10 @@ class Engine:
     def prefill(self, prompts: list[list[int]]) -> None:
         """Forgets all rows, and reads a prompt into each. A row whose prompt is [] stays empty."""
         self.pos.zero_()
+        for row, ids in enumerate(prompts):
+            if not ids:  # it is decoded beside the others, without what it held
+                for cache in self.caches:
+                    cache.reset(row)
         self.append(prompts)
 
     def append(self, prompts: list[list[int]]) -> None:
@@ -745,7 +748,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     # 1. Temperature. The largest logit becomes 0, and 0 / 0 must not arise from a tiny temperature
     # that fp32 would round to 0.
     logits = logits.float()
-    temperature = max(sampling.temperature, 1e-30)
+    temperature = max(float(sampling.temperature), 1e-30)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
 
     # 2. top_k: only the k largest logits stay.
@@ -756,11 +759,13 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     probs = logits.softmax(-1)
 
     # 3. top_p: a token stays if those before it, the likeliest first, sum to less than top_p. So
-    # the token that crosses top_p stays.
+    # the token that crosses top_p stays, and the likeliest always, also where fp32 would round
+    # top_p to 0.
     if sampling.top_p < 1:
         ordered, order = probs.sort(descending=True)
         sum_before = ordered.cumsum(-1) - ordered
-        ordered = ordered.masked_fill(sum_before >= sampling.top_p, 0)
+        top_p = max(float(sampling.top_p), 1e-30)
+        ordered = ordered.masked_fill(sum_before >= top_p, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
 
     # 4. A draw. If each token waits for an Exponential(1) time, divided by its probability, then
@@ -1290,15 +1295,15 @@ class LLM:
                 raise UserError(f"{path}: the ids of row {i} are missing; save it again")
             ids.append(tensors[f"{i}.ids"].tolist())
         longest = max(len(row) for row in ids)
-        if self.engine is None:
-            if self.max_seq_length is None:
-                self.max_seq_length = max(facts.max_seq_length, longest + room)
-            self.build_engine(self.batch_size or len(facts.lengths))
-        rows = len(self.token_ids)
-        capacity = self.max_seq_length
+        rows = len(self.token_ids) or self.batch_size or len(facts.lengths)
         if len(facts.lengths) > rows:
             needed = f"{path} needs a --batch_size of {len(facts.lengths)}, not {rows}"
             raise UserError(f"{needed}; raise --batch_size")
+        if self.engine is None:
+            if self.max_seq_length is None:
+                self.max_seq_length = max(facts.max_seq_length, longest + room)
+            self.build_engine(rows)
+        capacity = self.max_seq_length
         if longest > capacity:
             needed = f"{path} needs a --max_seq_length of {longest}, not {capacity}"
             raise UserError(f"{needed}; raise --max_seq_length")

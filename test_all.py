@@ -40,6 +40,7 @@ import unicodedata
 import weakref
 import zlib
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -3947,6 +3948,8 @@ DRAWN_IDS = [  # sampling, and all ids that are drawn from LOGITS in the end
     (Sampling(1.0, top_p=0.5), {1, 4}),  # the id that crosses top_p is one of them
     (Sampling(1.0, top_p=0.3), {1}),
     (Sampling(1e-300), {1}),  # less than fp32 can hold
+    (Sampling(1.0, top_p=1e-300), {1}),
+    (Sampling(Fraction(1, 10**9), top_p=Fraction(1, 2)), {1}),
 ]
 
 
@@ -6612,6 +6615,7 @@ def test_a_row_decodes_alike_beside_an_idle_one(method, options):
             engine.tokens.fill_(token)
             engine.step()
             logits.append(engine.logits[0].clone())
+        engine.append([random_ids(3, 3), random_ids(3, 4)])  # the idle one goes on, too
     for beside_idle, beside_prompt in zip(logits[:5], logits[5:], strict=True):
         assert error(beside_idle, beside_prompt) < 1e-4
 
@@ -6628,6 +6632,17 @@ def test_an_idle_row_is_read_again_when_it_is_followed(method, checkpoint):
     for each in (llm, expected):
         outputs.append(each.generate([" so"] * 3, 4, follow=True, ignore_eos=True))
     assert outputs[0] == outputs[1]
+
+
+def test_a_file_with_more_rows_is_refused_before_anything_is_built(checkpoint, tmp_path):
+    saved = small_llm(checkpoint, batch_size=2, max_seq_length=40)
+    saved.prefill([random_ids(10), random_ids(3)])
+    saved.save(tmp_path / "two")
+    llm = generate.LLM(checkpoint, device="cpu", batch_size=1)
+    with pytest.raises(UserError, match="needs a batch_size of 2, not 1"):
+        llm.load(tmp_path / "two")
+    assert llm.engine is None and llm.max_seq_length is None
+    llm.generate([random_ids(100)], 2)  # which 40 tokens would not hold
 
 
 def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):
@@ -7009,6 +7024,11 @@ BAD_ARGUMENTS = [  # of LLM, and what the error says
     ({"max_seq_length": 600}, "more than the model's 512; shorten max_seq_length"),
     ({"model": "x"}, "model is not a setting of dense; its settings are: none"),
     ({"method": "sals", "rank": 2}, "rank 2: give a number in"),
+    ({"method": "sals", "skip": 0}, "skip 0: give a text"),
+    ({"method": "topk", "keep": "12"}, "keep 12: give a number in"),
+    ({"method": "topk", "keep": None}, "keep None: give a number in"),
+    ({"method": "loki", "reduced": "no"}, "reduced no: give True or False"),
+    ({"method": "sals", "sinks": 2.5}, "sinks 2.5: give a whole number in"),
     ({"method": "magic"}, "unknown method 'magic'"),
     ({"use_kernels": True}, "use use_kernels=False"),
 ]
@@ -7082,7 +7102,7 @@ BAD_COMMANDS = {  # and what the error says. few.txt is a text, again a folder w
     "generate --method magic": "unknown method 'magic'; the methods are: "
     "dense, sals, elitekv, loki, lrqk, fdc, topk, kivi",
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
-    f"generate --method kivi --residual {10**20}": f"{10**20}: give a number in [0, 1e9]",
+    f"generate --method kivi --residual {10**20}": f"{10**20}: give a whole number in [0, 1e9]",
     "generate --method sals --rank x": "--rank: invalid float value: 'x'",
     "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",

@@ -354,10 +354,13 @@ class H2oCache(SlotCache):
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = self.rope(q, pos)
 
-        # 1. The new token takes an empty slot, or that of the least attention that is not recent.
-        is_recent = self.position > pos[:, None, None] - self.keys.n_recent
-        cost = self.attention.masked_fill(is_recent, torch.inf)
-        cost = cost.masked_fill(self.position < 0, -torch.inf)  # [B, Hkv, C]
+        # 1. The new token takes an empty slot, or that of the least attention that is not recent. A
+        # token that is decoded once more takes the slot that it has.
+        now = pos[:, None, None]
+        is_recent = self.position > now - self.keys.n_recent
+        cost = self.attention.masked_fill(is_recent, torch.inf)  # [B, Hkv, C]
+        cost = cost.masked_fill(self.position < 0, -1)
+        cost = cost.masked_fill(self.position == now, -2)
         victim = cost.argmin(-1)  # [B, Hkv]
 
         # 2. Write it there.
@@ -469,9 +472,7 @@ class SnapKvCache(SlotCache):
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = self.rope(q, pos)
-        # Its number among the tokens that the slots have been given. An idle row begins at 0, and
-        # still has what an older prompt dropped.
-        place = (pos - self.dropped).clamp(min=0)
+        place = pos - self.dropped  # its number among the tokens that the slots have been given
         self.write_token(place, self.rope(k, pos), v)
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.

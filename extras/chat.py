@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
-from generate import LLM, Sampling, saved_facts
+from generate import LLM, Sampling, is_chat, saved_facts
 from model import UserError, human
 
 HELP = """\
@@ -151,6 +151,8 @@ class Chat:
         if len(facts.lengths) != 1:
             raise UserError(f"{path} has {len(facts.lengths)} rows; a conversation has one")
         history = facts.note or []
+        if history and not is_chat(history):
+            raise UserError(f"{path} was saved with a note that is no conversation")
         if self.with_template and not history:
             raise UserError(f"{path} has a prompt but no conversation; load it without --chat")
         self.llm.load(path)

@@ -1742,6 +1742,18 @@ def test_scores_of_unlike_rows_are_those_of_each_alone(method, how):
     assert scores[2][1] and not scores[1][1] and math.isfinite(scores[3][0])
 
 
+EVERYTHING_KEPT = [("dense", {}), *EVERYTHING]
+
+
+@pytest.mark.parametrize("method, how", EVERYTHING_KEPT)
+def test_a_context_of_one_token_is_held_once(method, how):
+    """The harness reads it, and decodes it once more in its place."""
+    row = harness.ScoredRow(random_ids(20), 19)
+    expected = harness.decode_scores(make_engine(tiny_model(), "dense", 1, 30), [row])
+    scores = harness.decode_scores(make_engine(tiny_model(), method, 1, 30, **how), [row])
+    assert scores[0][0] == pytest.approx(expected[0][0], abs=1e-2)
+
+
 def test_lm_eval_gives_what_the_harness_own_model_gives(cli, tmp_path, monkeypatch):
     tasks, huggingface = (
         pytest.importorskip(f"lm_eval.{name}") for name in ("tasks", "models.huggingface")
@@ -2191,6 +2203,9 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
     history, told = talked.history, talked.llm.token_ids
     with pytest.raises(UserError, match="has 2 rows"):
         talked.load(file)
+    talked.llm.save(tmp_path / "noted", note="my note")  # of another program
+    with pytest.raises(UserError, match="a note that is no conversation"):
+        talked.load(tmp_path / "noted")
     assert talked.history == history and talked.llm.token_ids == told
 
 
@@ -3971,6 +3986,25 @@ def test_a_compressed_cache_goes_back_to_where_a_context_ended(method, options):
         with pytest.raises(UserError, match="cannot go back to 43 columns.* to 50 or 56, the ends"):
             batch.crop(43)
         assert (batch.cache.seen, batch.cache.lengths) == before
+
+
+@pytest.mark.parametrize("method, options", CROPPED)
+def test_after_a_crop_nothing_is_left_of_what_came_later(method, options):
+    """In slots that the context alone did not fill: a step is that of a cache that read no more."""
+    contexts = [random_ids(15), random_ids(9, 1)]
+    batch = BatchOfTransformers(method, options)
+    batch.read(contexts)
+    batch.answer([random_ids(4, 2), random_ids(4, 3)], 9)
+    batch.crop(15)
+    fresh = BatchOfTransformers(method, options)
+    fresh.read(contexts)
+    for token in random_ids(4, 4):
+        for each in (batch, fresh):
+            each.cache.begin(2, 1)
+            each.engine.tokens.fill_(token)
+            each.engine.step()
+            each.cache.finish()
+        assert torch.equal(batch.engine.logits, fresh.engine.logits)
 
 
 def test_keys_of_a_block_that_was_full_are_exact_again_before_it():

@@ -237,6 +237,7 @@ class CompressedCache(transformers.Cache):
             )
         for cache, rows in zip(self.layers, found[0].overwritten, strict=True):
             for row, state in enumerate(rows):
+                cache.reset(row)  # what a table says of later tokens goes, too
                 for name, view in overwritten_state(cache, row, lengths[row]).items():
                     copy_by_kernel(state[name], view)
 
