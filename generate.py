@@ -4,7 +4,7 @@
     python generate.py --method sals --help        every option, with the method's own settings
     python generate.py --checkpoint FOLDER --prompt "Once upon a time" --max_new_tokens 100
     python generate.py --random_weights llama-3.1-8b --prompt 32768 --batch_size 8 --method sals
-    torchrun --nproc_per_node 4 generate.py ...    the same on 4 GPUs, or in 4 processes of a CPU
+    torchrun --nproc_per_node 4 -- generate.py ... the same on 4 GPUs, or in 4 processes of a CPU
 Text goes to stdout, the report to stderr; --json adds the report as one JSON object, the last line
 of stdout.
 

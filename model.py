@@ -466,7 +466,7 @@ def load_config(folder: Path) -> ModelConfig:
         check_config(config)
     except KeyError as error:
         raise UserError(f"{path}: not a usable config; it lacks {error}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path}: not a usable config; {error}") from None
     return config
 
@@ -571,7 +571,8 @@ def check_config(config: ModelConfig) -> None:
     )
     for name in sizes:
         value = getattr(config, name)
-        if not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not 0 < value < LARGEST_SIZE:
             raise ValueError(f"{name} is {value!r}")
     for name in ("rope_theta", "norm_eps"):
         value = getattr(config, name)

@@ -77,7 +77,7 @@ from kernels import (
     token_logits,
     unpack,
 )
-from model import Llama, UserError, apply_rope, causal_attention
+from model import Llama, ModelConfig, UserError, apply_rope, causal_attention
 
 # ------------------------------------------------------------------------------------- StreamingLLM
 
@@ -522,7 +522,7 @@ class RandomCache(SnapKvCache):
     def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         n_heads, N = position.shape
         # In several processes a head draws what it would draw in one: after the heads before it.
-        n_heads_before = rank_of_process() * n_heads
+        n_heads_before = first_kv_head(self.config)
         generator = torch.Generator().manual_seed(self.seed)  # the CPU's, on every device
         draws = torch.rand(n_heads_before + n_heads, N, generator=generator)[n_heads_before:]
         draws = draws.to(position.device)
@@ -536,12 +536,15 @@ class RandomCache(SnapKvCache):
         return kept.gather(1, order)
 
 
-def rank_of_process() -> int:
-    """The number of this process among several; extras/parallel.py has the same, but imports
-    generate."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return 0
+def first_kv_head(config: ModelConfig) -> int:
+    """The number that this process's first KV head has in the whole model: 0 unless there are
+    several processes. Neighbours have the same head where there are more of them than heads, as
+    extras/parallel.py divides them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0
+    whole = getattr(config, "whole", None) or config
+    n_parts = whole.n_kv_heads // config.n_kv_heads
+    return dist.get_rank() * n_parts // dist.get_world_size() * config.n_kv_heads
 
 
 def random_caches(

@@ -1,8 +1,10 @@
 """Several GPUs, with a process for each: tensor parallelism (Megatron-LM, arXiv 1909.08053, sec.
 3).
 
-    torchrun --nproc_per_node 4 generate.py --checkpoint FOLDER --method loki torchrun
-    --nproc_per_node 4 -m extras.bench step --row "sals|llama-3.1-70b|8|32768|--method sals"
+    torchrun --nproc_per_node 4 -- generate.py --checkpoint FOLDER --method loki --d 0.5
+    torchrun --nproc_per_node 4 -m extras.bench step --row "sals|llama-3.1-70b|8|32768|"
+
+Without the two dashes torchrun would take options such as --d for its own.
 
 Every process runs the whole command over a smaller Llama: its share of the query heads, of the KV
 heads and of ffn_dim. It has the weights and the cache of these heads and no others; embeddings,

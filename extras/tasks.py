@@ -312,7 +312,7 @@ def json_values(text: str) -> Iterator[object]:
         try:
             value, start = decoder.raw_decode(text, opening.start())
             yield value
-        except ValueError:
+        except (ValueError, RecursionError):
             start = opening.start() + 1
 
 
@@ -332,12 +332,12 @@ def call_of_python(node: ast.expr) -> Call | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     arguments = {}
-    for keyword in node.keywords:
-        try:
+    try:
+        for keyword in node.keywords:
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            return None
-    return Call(ast.unparse(node.func), arguments)
+        return Call(ast.unparse(node.func), arguments)
+    except (ValueError, TypeError, RecursionError, MemoryError):  # whatever a model wrote
+        return None
 
 
 def parse_calls(text: str) -> list[Call]:
@@ -801,7 +801,11 @@ def score_code(task: Task, text: str, time_limit: float = TIME_LIMIT) -> Verdict
     scoring = CodeScoring(**task.scoring)
     source = module_source(scoring)
     answer = answered_code(task.opening + text)
-    return run_examples(scoring, replaced_source(source, scoring.function, answer), time_limit)
+    try:
+        source = replaced_source(source, scoring.function, answer)
+    except RecursionError:
+        return Verdict(False, "it is nested too deeply")
+    return run_examples(scoring, source, time_limit)
 
 
 @lru_cache(None)
@@ -908,10 +912,12 @@ def read_answers(path: Path, tasks: list[Task]) -> list[Answer]:
 
 
 def drop_half_line(path: Path) -> None:
-    """Takes off what a run that was killed left of its last line."""
+    """Takes off what a run that was killed left of its last line. A line that is no answer's stays,
+    for read_answers to refuse."""
     if path.is_file():
-        whole_lines = path.read_bytes().rpartition(b"\n")
-        os.truncate(path, len(whole_lines[0] + whole_lines[1]))
+        before, newline, half = path.read_bytes().rpartition(b"\n")
+        if half.startswith(b"{"):
+            os.truncate(path, len(before + newline))
 
 
 def answer_batch(engine: Engine, tokenizer: Tokenizer, tasks: list[Task]) -> list[list[int]]:
@@ -958,13 +964,19 @@ def batches(tasks: list[Task], rows: int) -> Iterator[list[Task]]:
 
 
 def answer_tasks(
-    candidate: Candidate, args: argparse.Namespace, tasks: list[Task], capacity: int
+    candidate: Candidate,
+    args: argparse.Namespace,
+    tasks: list[Task],
+    capacity: int,
+    longest: int,
 ) -> None:
-    """Adds a candidate's answers to the file args.out, batch by batch."""
+    """Adds a candidate's answers to the file args.out, batch by batch.
+
+    capacity: of a row of the cache. longest: tokens of the prompt whose bytes they say."""
     tokenizer = load_tokenizer(args.checkpoint)
     rows = min(args.rows, len(tasks))
     engine = candidate.engine(args, rows, capacity, least=1)
-    costs = ledger(engine, max(len(task.ids) for task in tasks))
+    costs = ledger(engine, longest)
     with ProgressLine(candidate.label, len(tasks)) as progress:
         for batch in batches(tasks, engine.context.batch_size):
             lines = ""
@@ -1093,8 +1105,10 @@ def run_run(args: argparse.Namespace) -> None:
     first = tasks[0]
     if encode_prompt(load_tokenizer(args.checkpoint), first.messages, first.opening) != first.ids:
         raise UserError(f"{args.tasks} was made for another model; make it with this --checkpoint")
-    # Budgets may be fractions of the capacity, so that it is the same whatever is left to do.
+    # Budgets may be fractions of the capacity, so that it is the same whatever is left to do, and
+    # so is the prompt whose bytes are counted.
     capacity = max(len(task.ids) + task.max_new_tokens for task in tasks)
+    longest = max(len(task.ids) for task in tasks)
     generate.check_capacity(capacity, config, "the prompts: make them with a smaller --length")
     drop_half_line(args.out)
     done = set()
@@ -1106,7 +1120,7 @@ def run_run(args: argparse.Namespace) -> None:
     for candidate in candidates:
         left = [task for task in tasks if (candidate.label, task.id) not in done]
         if left:
-            answer_tasks(candidate, args, left, capacity)
+            answer_tasks(candidate, args, left, capacity, longest)
 
 
 def first_of_each(tasks: list[Task], n: int) -> list[Task]:

@@ -1432,7 +1432,8 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
     def run(state: Path, seed: int, minutes: float) -> Llama:
         model = Llama(test_all.tiny_config(vocab_size=4096, tied=True))
         train.initialise(model, seed)
-        done = train.train_model(model, nano_haystack, stages, 5e-3, 0, 0, state, minutes)
+        log = state.with_suffix(".csv")
+        done = train.train_model(model, nano_haystack, stages, 5e-3, 0, 0, state, minutes, log)
         assert done == (minutes > 0)
         return model
 
@@ -1443,6 +1444,15 @@ def test_training_learns_and_resumes_where_it_stopped(nano_haystack, tmp_path):
     resumed = torch.load(tmp_path / "resumed")
     assert whole["step"] == resumed["step"] == 18
     torch.testing.assert_close(resumed, whole, atol=1e-6, rtol=1e-5)
+
+    # Each step's loss is in some line of the log, also of the step after which it stopped.
+    losses = {}
+    for name in ("whole", "resumed"):
+        lines = csv.DictReader((tmp_path / f"{name}.csv").open())
+        losses[name] = {int(line["tokens"]): float(line["loss"]) for line in lines}
+    assert [*losses["whole"]] == [18 * 256] and [*losses["resumed"]] == [256, 18 * 256]
+    first, others = losses["resumed"].values()
+    assert (first + 17 * others) / 18 == pytest.approx(losses["whole"][18 * 256], abs=1e-3)
 
     batch = train.training_batch(nano_haystack, [train.Stage(4, 64, 1)], 0, 0)
     with torch.no_grad():
@@ -3871,6 +3881,22 @@ def test_a_share_has_the_defaults_of_the_whole_model_in_sals(n_heads, r, monkeyp
     assert compress.kivi_layers(share, settings) == layers
 
 
+@pytest.mark.parametrize(
+    "n, expected", [(2, [0, 2]), (4, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3])]
+)
+def test_a_process_knows_the_first_of_its_kv_heads(n, expected, monkeypatch):
+    """Random tokens are drawn by it, and so neighbours that hold one head draw the same."""
+    config = test_all.tiny_config()  # of 4 KV heads
+    assert baselines.first_kv_head(config) == 0
+    monkeypatch.setattr(baselines.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(baselines.dist, "get_world_size", lambda: n)
+    found = []
+    for rank in range(n):
+        monkeypatch.setattr(baselines.dist, "get_rank", lambda rank=rank: rank)
+        found.append(baselines.first_kv_head(parallel.share_of(config, n)))
+    assert found == expected
+
+
 def test_a_rank_has_its_share_of_elitekvs_latent(every_folder, tmp_path, monkeypatch):
     """And one number at least. Each rank's factors are of its own heads: together they hold
     d_ckv."""
@@ -4501,6 +4527,8 @@ def test_calls_are_read_in_json_and_in_python():
         f"[{bare}, 1]",
         bare[:-1],
         "(" * 500,
+        "[" * 5000,
+        'f(x={{"a": 1}})',  # doubled braces, as in a template
     ):
         assert tasks.parse_calls(text) == [], text
 
@@ -4672,6 +4700,7 @@ def test_code_is_right_where_all_examples_pass(toy_package, chat_nano):
         (f"{CLIP_BODY}{after}__import__('sys').exit(3)):\n    return x", "exit code 3"),
         (f"{CLIP_BODY}{after}missing):\n    return x", "exit code 1: NameError"),
         ("    return len(bytearray(1 << 33)) and x", "4 of 4 examples fail"),
+        (f"    return {'-' * 900}x", "it is nested too deeply"),
     ):
         verdict = tasks.score_code(task, text)
         assert not verdict.is_right and verdict.reason.startswith(reason), (text, verdict)
@@ -4742,6 +4771,13 @@ def test_a_run_goes_on_where_it_was_ended(cli, toy_tasks, chat_nano, tmp_path, m
     assert cli(f"{line} --out part.jsonl")[0] == 0 and not asked
     assert cli(f"{line} --limit 1 --out few.jsonl")[0] == 0
     assert asked == [["task 0"]] * 2
+    few = tasks.read_answers(Path("few.jsonl"), toy_tasks)
+    assert [answer.costs for answer in few] == [whole[0].costs, whole[-1].costs]
+
+    # A file of something else stays as it is.
+    Path("notes").write_text("notes of mine")
+    assert "notes" in cli.refusal(f"{line} --out notes")
+    assert Path("notes").read_text() == "notes of mine"
 
 
 def scripted_answers(monkeypatch, folder, batch, written):
@@ -4885,7 +4921,7 @@ def readme_commands() -> list[str]:
 @pytest.mark.parametrize("command", readme_commands())
 def test_a_command_of_the_readme_has_options_that_there_are(command, tmp_path, monkeypatch):
     monkeypatch.chdir(README.parent)
-    words = shlex.split(re.sub(r"^torchrun --nproc_per_node \d+", "python", command))[1:]
+    words = shlex.split(re.sub(r"^torchrun --nproc_per_node \d+( --)?", "python", command))[1:]
     name = words[1] if words[0] == "-m" else words[0].removesuffix(".py")
     argv = words[2:] if words[0] == "-m" else words[1:]
     for option in ("--checkpoint", "--out", "--save_cache", "--load_cache"):

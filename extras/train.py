@@ -537,14 +537,12 @@ def train_model(
 
             # 4. Say how it goes, and stop where it has to.
             losses.add(loss)
-            if done % 20 == 0 or done == total:
+            is_over = done == total or len(stops) > 0 or losses.seconds() > 60 * minutes
+            if done % 20 == 0 or is_over:
                 batch, length = weights.shape
                 mean = losses.write(f"{done}/{total}  {batch}x{length}", tokens_read)
-                if not math.isfinite(mean):
-                    break
-            if stops:
-                break
-            if done < total and losses.seconds() > 60 * minutes:
+                is_over = is_over or not math.isfinite(mean)
+            if is_over:
                 break
 
         # 5. Keep the state, still safe from interrupts.
