@@ -3778,26 +3778,32 @@ def settings_from(method: str, options: dict) -> object:
         kind = fields[name].type
         choices = fields[name].metadata["choices"]
         interval = fields[name].metadata["within"]
-        if choices and value not in choices:
-            raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
-        is_number = kind in (int, float) and not choices
-        if not is_of_kind(value, kind) or is_number and not inside(value, interval):
-            wanted = f"{KINDS[kind]} in {interval}" if is_number else KINDS[kind]
+        if choices:
+            check_choice(name, value, choices)
+        if kind in (int, float):
+            check_number(name, value, kind, interval)
+        elif not isinstance(value, kind):
+            wanted = "True or False" if kind is bool else "a text"
             raise UserError(f"--{name} {value}: give {wanted}")
     if options.get("variant") == "paper":
         options = row.paper | options
     return row.settings(**options)
 
 
-KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+def check_choice(name: str, value: object, choices: tuple) -> None:
+    """Raises UserError unless the value is one of the choices."""
+    if value not in choices:
+        raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
 
 
-def is_of_kind(value: object, kind: type) -> bool:
-    """Can a setting of this kind, a key of KINDS, have this value? numpy's numbers count, too."""
-    if kind in (bool, str):
-        return isinstance(value, kind)
-    number = Integral if kind is int else Real
-    return isinstance(value, number) and not isinstance(value, bool)
+def check_number(name: str, value: object, kind: type, interval: str) -> None:
+    """Raises UserError unless the value is such a number, int or float, in the interval (`inside`).
+    numpy's numbers are numbers, too."""
+    wanted = Integral if kind is int else Real
+    is_number = isinstance(value, wanted) and not isinstance(value, bool)
+    if not is_number or not inside(value, interval):
+        a_number = "a whole number" if kind is int else "a number"
+        raise UserError(f"--{name} {value}: give {a_number} in {interval}")
 
 
 def inside(value: float, interval: str) -> bool:

@@ -61,6 +61,8 @@ from compress import (
     Cache,
     CacheContext,
     cache_bytes,
+    check_choice,
+    check_number,
     dense_bytes,
     load_artifact,
     method_named,
@@ -162,18 +164,6 @@ LIMITS = {  # name -> kind of number, and the interval that it lies in
     "top_k": (int, "[0, 4294967296]"),
     "top_p": (float, "(0, 1]"),
 }
-
-
-def check_number(name: str, value: object, kind: type, interval: str) -> None:
-    """Raises UserError unless the value is such a number, in the interval (compress.inside)."""
-    if not compress.is_of_kind(value, kind) or not compress.inside(value, interval):
-        raise UserError(f"--{name} {value}: give {compress.KINDS[kind]} in {interval}")
-
-
-def check_choice(name: str, value: object, choices: tuple) -> None:
-    """Raises UserError unless the value is one of the choices."""
-    if value not in choices:
-        raise UserError(f"--{name} {value}: choose from {', '.join(map(str, choices))}")
 
 
 def check_options(**options) -> None:
@@ -1296,17 +1286,16 @@ class LLM:
             ids.append(tensors[f"{i}.ids"].tolist())
         longest = max(len(row) for row in ids)
         rows = len(self.token_ids) or self.batch_size or len(facts.lengths)
+        capacity = self.max_seq_length or max(facts.max_seq_length, longest + room)
         if len(facts.lengths) > rows:
             needed = f"{path} needs a --batch_size of {len(facts.lengths)}, not {rows}"
             raise UserError(f"{needed}; raise --batch_size")
-        if self.engine is None:
-            if self.max_seq_length is None:
-                self.max_seq_length = max(facts.max_seq_length, longest + room)
-            self.build_engine(rows)
-        capacity = self.max_seq_length
         if longest > capacity:
             needed = f"{path} needs a --max_seq_length of {longest}, not {capacity}"
             raise UserError(f"{needed}; raise --max_seq_length")
+        if self.engine is None:
+            self.max_seq_length = capacity
+            self.build_engine(rows)
 
         states = []
         for i, n in enumerate(facts.lengths):

@@ -3342,8 +3342,8 @@ def _pair_steps(first, second, ONE: tl.constexpr):
 @jit
 def _pair_steps_of_planes(first, second):
     """_pair_steps for each plane of 2-bit codes: words [.., plane // 2, plane % 2] -> (low0, step0,
-    .., low3, step3) [..]. Pairs of planes 1 and 3 are the top bits of a mantissa;
-    those of planes 0 and 2 lie two bits below, where a code counts a fourth."""
+    .., low3, step3), each [..]. Pairs of planes 1 and 3 are the top bits of a mantissa; those of
+    planes 0 and 2 lie two bits below, where a code counts a fourth."""
     first_even, first_odd = tl.split(first)
     second_even, second_odd = tl.split(second)
     low_even, step_even = _pair_steps(first_even, second_even, ONE=16)

@@ -6638,7 +6638,7 @@ def test_an_idle_row_is_read_again_when_it_is_followed(method, checkpoint):
     assert outputs[0] == outputs[1]
 
 
-def test_a_file_with_more_rows_is_refused_before_anything_is_built(checkpoint, tmp_path):
+def test_a_file_of_more_or_longer_rows_is_refused_before_anything_is_built(checkpoint, tmp_path):
     saved = small_llm(checkpoint, batch_size=2, max_seq_length=40)
     saved.prefill([random_ids(10), random_ids(3)])
     saved.save(tmp_path / "two")
@@ -6647,6 +6647,10 @@ def test_a_file_with_more_rows_is_refused_before_anything_is_built(checkpoint, t
         llm.load(tmp_path / "two")
     assert llm.engine is None and llm.max_seq_length is None
     llm.generate([random_ids(100)], 2)  # which 40 tokens would not hold
+    short = small_llm(checkpoint, batch_size=2, max_seq_length=5)
+    with pytest.raises(UserError, match="needs a max_seq_length of 10, not 5"):
+        short.load(tmp_path / "two")
+    assert short.engine is None
 
 
 def test_a_row_of_one_token_is_saved_after_others_took_its_place(folder, tmp_path):

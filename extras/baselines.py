@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -77,7 +76,7 @@ from kernels import (
     token_logits,
     unpack,
 )
-from model import Llama, ModelConfig, UserError, apply_rope, causal_attention
+from model import Llama, UserError, apply_rope, causal_attention
 
 # ------------------------------------------------------------------------------------- StreamingLLM
 
@@ -355,7 +354,7 @@ class H2oCache(SlotCache):
         q = self.rope(q, pos)
 
         # 1. The new token takes an empty slot, or that of the least attention that is not recent. A
-        # token that is decoded once more takes the slot that it has.
+        # token that is decoded once more takes the slot that it has. (Attention is at least 0.)
         now = pos[:, None, None]
         is_recent = self.position > now - self.keys.n_recent
         cost = self.attention.masked_fill(is_recent, torch.inf)  # [B, Hkv, C]
@@ -522,7 +521,7 @@ class RandomCache(SnapKvCache):
     def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         n_heads, N = position.shape
         # In several processes a head draws what it would draw in one: after the heads before it.
-        n_heads_before = first_kv_head(self.config)
+        n_heads_before = getattr(self.config, "first_kv_head", 0)  # of a share of the model
         generator = torch.Generator().manual_seed(self.seed)  # the CPU's, on every device
         draws = torch.rand(n_heads_before + n_heads, N, generator=generator)[n_heads_before:]
         draws = draws.to(position.device)
@@ -534,17 +533,6 @@ class RandomCache(SnapKvCache):
         # In the order of their positions, so that the last ones lie in the ring, the oldest first.
         order = position.gather(1, kept).argsort(-1)
         return kept.gather(1, order)
-
-
-def first_kv_head(config: ModelConfig) -> int:
-    """The number that this process's first KV head has in the whole model: 0 unless there are
-    several processes. Neighbours have the same head where there are more of them than heads, as
-    extras/parallel.py divides them."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
-    whole = getattr(config, "whole", None) or config
-    n_parts = whole.n_kv_heads // config.n_kv_heads
-    return dist.get_rank() * n_parts // dist.get_world_size() * config.n_kv_heads
 
 
 def random_caches(

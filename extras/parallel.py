@@ -2,7 +2,8 @@
 3).
 
     torchrun --nproc_per_node 4 -- generate.py --checkpoint FOLDER --method loki --d 0.5
-    torchrun --nproc_per_node 4 -m extras.bench step --row "sals|llama-3.1-70b|8|32768|"
+    torchrun --nproc_per_node 4 -m extras.bench step \\
+        --row "sals|llama-3.1-70b|8|32768|--method sals"
 
 Without the two dashes torchrun would take options such as --d for its own.
 
@@ -137,6 +138,7 @@ class ShareConfig(ModelConfig):
     """The config of one process's share of a model, and that of the whole model."""
 
     whole: ModelConfig | None = None
+    first_kv_head: int = 0  # the number that this share's first KV head has in the whole model
 
 
 def share_of(config: ModelConfig, n: int) -> ShareConfig:
@@ -151,26 +153,30 @@ def share_of(config: ModelConfig, n: int) -> ShareConfig:
         heads = f"{config.n_heads} query heads, {config.n_kv_heads} KV heads"
         fault = f"{n} ranks cannot evenly share {heads} and ffn_dim {config.ffn_dim}"
         raise UserError(f"{fault}; use another --nproc_per_node")
+    n_kv_heads = max(1, config.n_kv_heads // n)
     smaller = {
         "n_heads": config.n_heads // n,
-        "n_kv_heads": max(1, config.n_kv_heads // n),
+        "n_kv_heads": n_kv_heads,
         "ffn_dim": config.ffn_dim // n,
     }
-    return ShareConfig(**vars(config) | smaller, whole=config)
+    first_kv_head = own_place(config.n_kv_heads // n_kv_heads, n) * n_kv_heads
+    return ShareConfig(**vars(config) | smaller, whole=config, first_kv_head=first_kv_head)
+
+
+def own_place(n_parts: int, n: int) -> int:
+    """Which of n_parts equal parts this one of n processes has. Where there are fewer parts than
+    processes, neighbours have the same."""
+    return rank() * n_parts // n
 
 
 def own_part(whole: Tensor, shape: Sequence[int | None]) -> Tensor:
     """This process's part of a tensor of the whole model: a view of this shape, not cut in dims of
-    None.
-
-    Where a dim has fewer parts than there are processes, as few KV heads do, neighbours have the
-    same part."""
+    None."""
     part = whole
     for dim, size in enumerate(shape):
         if size is None or size == whole.shape[dim]:
             continue
-        n_parts = whole.shape[dim] // size
-        place = rank() * n_parts // world_size()
+        place = own_place(whole.shape[dim] // size, world_size())
         part = part.narrow(dim, place * size, size)
     return part
 

@@ -3887,13 +3887,11 @@ def test_a_share_has_the_defaults_of_the_whole_model_in_sals(n_heads, r, monkeyp
 def test_a_process_knows_the_first_of_its_kv_heads(n, expected, monkeypatch):
     """Random tokens are drawn by it, and so neighbours that hold one head draw the same."""
     config = test_all.tiny_config()  # of 4 KV heads
-    assert baselines.first_kv_head(config) == 0
-    monkeypatch.setattr(baselines.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(baselines.dist, "get_world_size", lambda: n)
+    assert parallel.share_of(config, 1).first_kv_head == 0
     found = []
     for rank in range(n):
-        monkeypatch.setattr(baselines.dist, "get_rank", lambda rank=rank: rank)
-        found.append(baselines.first_kv_head(parallel.share_of(config, n)))
+        play_rank(monkeypatch, rank, n)
+        found.append(parallel.share_of(config, n).first_kv_head)
     assert found == expected
 
 
