@@ -325,7 +325,7 @@ MADE = [1024, 4096]  # tokens that a request makes
 def time_throughput(row: Row, device: str, made: list[int]) -> list[dict]:
     """The line of run_throughput's table for a row. UserError where one sequence is too much."""
     most = most_sequences(row, device)
-    for n_sequences in dict.fromkeys(max(1, int(share * most)) for share in TRIED_SHARES):
+    for n_sequences in dict.fromkeys(max(1, round(share * most)) for share in TRIED_SHARES):
         free_unused_memory()
         # Unlike `except`, suppress does not hold the caches of a try that failed.
         with suppress(torch.OutOfMemoryError):

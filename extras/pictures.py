@@ -966,7 +966,10 @@ def draw_lines(axis, rows: Table, columns: list[str], xs: list[int]) -> list[Lab
 def draw_lengths(figure, tables: dict[str, Table]) -> None:
     """KL by how many tokens a prompt has: a line for each of FEW."""
     ((stem, rows),) = tables.items()
-    places = [column for column in rows[0] if column.startswith("kl wikitext2_")]
+    places = []
+    for column in rows[0]:
+        if column.startswith("kl wikitext2_") and not column.endswith("±"):
+            places.append(column)
     if not places:
         raise UserError("the table has no KL on wikitext2")
     lengths = [int(column.partition("_")[2]) for column in places]
