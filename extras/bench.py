@@ -700,6 +700,7 @@ STEP_ROWS = [
     Row("elitekv", M8B, 8, 32768, "--method elitekv"),
     Row("fdc", M8B, 8, 32768, "--method fdc"),
     Row("fdc by heads", M8B, 8, 32768, "--method fdc --no-balanced"),
+    Row("fdc equal ranks", M8B, 8, 32768, "--method fdc --no-adaptive"),
     Row("topk", M8B, 8, 32768, "--method topk --keep 4096"),
     Row("kivi", M8B, 8, 32768, "--method kivi"),
     Row("kivi 2 bits", M8B, 8, 32768, "--method kivi --bits 2"),
@@ -743,7 +744,9 @@ MISS_ROWS = [  # the more queries have in common, the fewer tokens miss, as in a
 CAPACITY_ROWS = capacity_rows(
     [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
 )
-CAPACITY_ROWS += [  # SALS attends 512 tokens by default
+CAPACITY_ROWS += [
+    Row("palu", M8B, 0, 32768, "--method palu"),
+    # SALS attends to 512 tokens by default.
     Row("sals 1024", M8B, 0, 32768, f"{SALS} --critical 956"),
     Row("sals 2048", M8B, 0, 32768, f"{SALS} --critical 1980"),
 ]
