@@ -1711,7 +1711,8 @@ def leading_basis(
     basis = artifact[name].float().to(device)  # [Hkv*D, fitted rank], its best first
     if basis.shape[1] < r:
         fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
-        raise UserError(f"{fault}; run calibrate.py fit with --max_rank {r / c.kv_dim:g}")
+        command = f"python calibrate.py fit --method sals --max_rank {r / c.kv_dim:g}"
+        raise UserError(f"{fault}; make it again: {command}")
     return basis[:, :r]
 
 
@@ -3042,13 +3043,18 @@ def in_order(rows: Tensor, dims: Tensor) -> Tensor:
     return rows.take_along_dim(dims.reshape(Hkv, 1, D, *trailing), 2)
 
 
-def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
-    """r and d_ckv. UserError where they do not fit the model, or the model not the method."""
+def check_elite_model(c: ModelConfig) -> None:
+    """Raises UserError where EliteKV cannot take a model."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
     if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
         fault = "elitekv cannot take a RoPE that scales q, k (yarn)"
         raise UserError(f"{fault}: un-rotated pairs would not be")
+
+
+def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
+    """r and d_ckv. UserError where they do not fit the model, or the model not the method."""
+    check_elite_model(c)
     if c.elitekv and settings != EliteSettings():
         fault = "this checkpoint was uptrained: its r, d_ckv, pairs, lrd are fixed"
         raise UserError(f"{fault}; leave them out")
@@ -3511,6 +3517,8 @@ def load_artifact(source: Path | ModelConfig, method: str, model: Llama) -> Arti
         raise UserError("this checkpoint was uptrained for EliteKV: run it with --method elitekv")
     if not row.fit:
         return {}
+    if method == "elitekv":
+        check_elite_model(model.config)  # before a fit is asked for, which would be refused
     path = artifact_path(source, row.artifact)
     command = f"python calibrate.py fit --checkpoint {source} --method {row.artifact}"
     if model.config.elitekv:  # training has written the weights and the artifact together

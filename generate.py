@@ -1001,6 +1001,14 @@ def memory_error_in(error: BaseException | None) -> torch.OutOfMemoryError | Non
     return error
 
 
+def forgets_later_tokens(cache: compress.Cache) -> bool:
+    """Whether a cache can go back by its position alone: a dense one of plain keys and values. (Of
+    codes the last token could not be read again as at first, over keys that had none yet.)"""
+    if type(cache) is not compress.DenseCache:
+        return False
+    return type(cache.keys) is type(cache.values) is compress.TokenStore
+
+
 class LLM:
     """A model and its cache: prompts in, text out.
 
@@ -1233,7 +1241,7 @@ class LLM:
 
         # The last token of each row is always read again, since its logits are wanted.
         lengths = [max(0, len(ids) - 1) for ids in self.token_ids]
-        can_go_back = all(type(cache) is compress.DenseCache for cache in engine.caches)
+        can_go_back = all(forgets_later_tokens(cache) for cache in engine.caches)
         for length, held in zip(lengths, engine.pos.tolist(), strict=True):
             if held < length:  # an idle row, whose cache no longer has what its ids say
                 can_go_back = False

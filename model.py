@@ -496,7 +496,9 @@ def config_from_hf(hf: dict) -> ModelConfig:
     attention_bias = hf.get("attention_bias") or False
     sliding_window = None
     if family in ("mistral", "phi3") or hf.get("use_sliding_window"):
-        sliding_window = hf.get("sliding_window") or None
+        # transformers' default, where the field is missing; null says that there is no window.
+        missing = None if family == "phi3" else 4096
+        sliding_window = hf.get("sliding_window", missing) or None
 
     n_heads = hf["num_attention_heads"]
     return ModelConfig(

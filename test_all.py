@@ -942,6 +942,25 @@ def test_what_a_config_leaves_out(family, is_used, window):
     assert not config.out_bias
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3"])
+def test_a_window_that_a_config_leaves_out_is_that_of_transformers(family):
+    """4096 tokens but for Phi-3; null says that there is none."""
+    facts = {
+        "model_type": family,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+        "vocab_size": 96,
+        "max_position_embeddings": 9999,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": True,
+    }
+    config = model_file.config_from_hf(facts)
+    assert config.sliding_window == (None if family == "phi3" else 4096)
+    assert model_file.config_from_hf(facts | {"sliding_window": None}).sliding_window is None
+
+
 SCALED_POSITIONS = [  # rope_scaling in config.json, positions of a model of 32768
     ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
     ({"type": "yarn", "factor": 2.5}, 81920),
@@ -6359,6 +6378,12 @@ def test_an_artifact_that_has_all_tensors_of_its_method_is_loaded(method, checkp
         assert load_artifact(tmp_path, method, model).keys() == tensors.keys()
 
 
+def test_a_model_that_elitekv_cannot_take_is_not_told_to_be_fitted(tmp_path):
+    model = tiny_model(qk_norm=True)
+    with pytest.raises(UserError, match="q/k norms"):
+        load_artifact(tmp_path, "elitekv", model)
+
+
 def test_an_uptrained_checkpoint_without_its_artifact_says_to_train_again(checkpoint, tmp_path):
     """`calibrate.py fit` would refuse it. One elite key for all heads is what older training
     wrote."""
@@ -7112,7 +7137,7 @@ BAD_COMMANDS = {  # and what the error says. few.txt is a text, again a folder w
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
     f"generate --method kivi --residual {10**20}": f"{10**20}: give a whole number in [0, 1e9]",
     "generate --method sals --rank x": "--rank: invalid float value: 'x'",
-    "generate --method sals --rank 0.9 --prompt 5": "--max_rank",
+    "generate --method sals --rank 0.9 --prompt 5": "python calibrate.py fit sals --max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",

@@ -614,11 +614,26 @@ def check_candidates(
     folder = None
     for candidate in candidates:
         if model is None or candidate.folder != folder:
+            check_tokens(candidate, args)
             model = candidate.load(args)
             folder = candidate.folder
             shorten = "--prefix, --continuation or --lengths"
             generate.check_capacity(max(rows), model.config, shorten)
         candidate.check(args, model, rows)
+
+
+def check_tokens(candidate: Candidate, args: argparse.Namespace) -> None:
+    """Raises UserError where a candidate's own folder has other tokens than --checkpoint, whose
+    tokenizer makes all texts."""
+    folder = candidate.folder
+    if folder is None:
+        return
+    same_size = load_config(folder).vocab_size == load_config(args.checkpoint).vocab_size
+    sample = "The 48213 tokens of a text, def main(): return [x ** 2]"
+    tokenizer = load_tokenizer(folder)
+    if not same_size or tokenizer.encode(sample) != load_tokenizer(args.checkpoint).encode(sample):
+        fault = f"--method {candidate.label}: its tokens are not those of --checkpoint"
+        raise UserError(f"{fault} {args.checkpoint}")
 
 
 def ledger(engine: Engine, length: int) -> dict[str, float]:

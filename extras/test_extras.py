@@ -1680,6 +1680,27 @@ def test_uptraining_learns_and_its_checkpoint_is_what_was_trained(tmp_path, monk
     assert [row["method"] for row in rows] == ["dense", f"elitekv@{out}"]
 
 
+def test_a_folder_of_other_tokens_is_refused(tmp_path, cli, monkeypatch):
+    """One of fewer tokens, and one of as many others."""
+    source = test_all.tiny_checkpoint(tmp_path / "source")
+    other = shutil.copytree(source, tmp_path / "other")
+    table = f"evaluate --checkpoint {source} --method dense@{other}"
+    table += " --samples 0 --perplexity_rows 1 --prefix 40 --continuation 4"
+    assert cli(table)[0] == 0
+
+    reversed_tokens = load_tokenizer(source)
+    reversed_tokens.encode = lambda text: load_tokenizer(source).encode(text[::-1])
+
+    def tokenizer_of(folder):
+        return reversed_tokens if Path(folder) == other else load_tokenizer(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "load_tokenizer", tokenizer_of)
+        assert f"its tokens are not those of --checkpoint {source}" in cli.refusal(table)
+    test_all.edit_json(other / "config.json", vocab_size=600)
+    assert f"its tokens are not those of --checkpoint {source}" in cli.refusal(table)
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_dense_attention_undoes_elitekv_at_full_rank(group):
     for r in (1, 3, 8):
@@ -1930,6 +1951,19 @@ def test_transformers_logits_in_bf16():
     ]
     assert error(torch.cat(parts, 1), expected) < 0.03
     assert cache.layers[0].keys.vectors.dtype == torch.bfloat16
+
+
+def test_a_model_of_transformers_that_cannot_generate_reads():
+    """As AutoModel makes it. It runs over the cache, in parts, as it did by itself."""
+    theirs = hf_model("llama-2").to(DEVICE).model
+    ids = tiny_tokens(2, 30).to(DEVICE)
+    assert not hasattr(theirs, "generate")
+    with torch.no_grad():
+        expected = theirs(ids).last_hidden_state
+        cache = within(theirs, "dense", batch_size=2, max_seq_length=40)
+        first = theirs(ids[:, :20], past_key_values=cache).last_hidden_state
+        second = theirs(ids[:, 20:], past_key_values=cache).last_hidden_state
+    assert error(torch.cat((first, second), 1), expected) < 1e-5
 
 
 ONE, TWO = padded(random_ids(20)), padded(random_ids(20), random_ids(9, 1))
@@ -4039,6 +4073,11 @@ def test_keys_of_a_block_that_was_full_are_exact_again_before_it():
     first = batch.answer(questions, 8)
     batch.crop(50)
     assert torch.equal(batch.answer(questions, 8), first)
+
+
+def test_codes_of_every_token_are_read_again_by_a_crop(checkpoint):
+    """TurboQuant's cache is a dense one over codes, which cannot go back by its position alone."""
+    test_all.test_crop_takes_rows_back("turboquant", checkpoint)
 
 
 def test_a_crop_to_what_is_there_changes_nothing_and_to_nothing_is_refused():

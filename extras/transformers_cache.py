@@ -465,7 +465,11 @@ def compress(
 
     # 3. What one calls.
     cache_name = watch_forwards(inner, cache)
-    generate = hf_model.generate
+    for part in (hf_model, inner):
+        part.save_pretrained = refuse_to_save
+    generate = getattr(hf_model, "generate", None)
+    if generate is None:  # a model that only reads, as AutoModel's
+        return cache
 
     @functools.wraps(generate)
     def generate_anew(*args, **kwargs):
@@ -483,6 +487,4 @@ def compress(
             cache.checks_positions = True
 
     hf_model.generate = generate_anew
-    for part in (hf_model, inner):
-        part.save_pretrained = refuse_to_save
     return cache
