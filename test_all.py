@@ -7137,7 +7137,7 @@ BAD_COMMANDS = {  # and what the error says. few.txt is a text, again a folder w
     "generate --rank 0.5": "unrecognized arguments: --rank 0.5",
     f"generate --method kivi --residual {10**20}": f"{10**20}: give a whole number in [0, 1e9]",
     "generate --method sals --rank x": "--rank: invalid float value: 'x'",
-    "generate --method sals --rank 0.9 --prompt 5": "python calibrate.py fit sals --max_rank",
+    "generate --method sals --rank 0.9 --prompt 5": "fit --method sals --max_rank",
     "generate --method sals --skip 9 --prompt 5": "the layers are -4 to 3",
     "generate --method sals --skip first --prompt 5": "layer numbers",
     "generate --method elitekv --r 9 --prompt 5": "--r 9: a head has 1 to 8 pairs",
