@@ -290,10 +290,10 @@ def _streamed_logits_kernel(
     RESTS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
-    # Tiles of all rows times heads are one line of units, of which every program takes an equal
-    # run. The latents of a tile stay in shared memory, a warp streams the basis past them by bulk
-    # copies, and of two consumers, each of T tokens, one can multiply while the other rotates. NC:
-    # columns of queries, padded.
+    """Tiles of all rows times heads are one line of units, of which every program takes an equal
+    run. The latents of a tile stay in shared memory, a warp streams the basis past them by bulk
+    copies, and of two consumers, each of T tokens, one can multiply while the other rotates. NC:
+    columns of queries, padded."""
     D: gl.constexpr = basis.block_shape[0]
     KB: gl.constexpr = basis.block_shape[1]
     pid, programs = gl.program_id(0), gl.num_programs(0)
@@ -345,20 +345,19 @@ def _streamed_logits(
     q, index, latent, latent_scale, rest, basis, basis_scale, bias, words
 ) -> Tensor:
     """q . k [B, Hkv, G, n] of chosen tokens, from the stores of keys in latents of all heads."""
-    (B, Hq, D), (_, Hkv, S, lead), n, itemsize = (
-        q.shape,
-        latent.shape,
-        index.shape[1],
-        latent.element_size(),
-    )
-    width, r = 0 if rest is None else rest.shape[3], basis.shape[2]
-    # bytes, in whole parts
-    T, NC, G, chunk = 64, 8, Hq // Hkv, math.gcd(128, lead * itemsize, width)
-    KB, SLOTS, layout = (
-        chunk // itemsize,
-        512 // chunk,
-        gl.NVMMASharedLayout(chunk, 8 * itemsize, 2),
-    )
+    B, Hq, D = q.shape
+    _, Hkv, S, lead = latent.shape
+    n = index.shape[1]
+    r = basis.shape[2]
+    width = 0 if rest is None else rest.shape[3]
+    G = Hq // Hkv
+    T = 64  # tokens of a consumer
+    NC = 8  # columns of queries
+    itemsize = latent.element_size()
+    chunk = math.gcd(128, lead * itemsize, width)  # bytes; both parts of a latent are whole chunks
+    KB = chunk // itemsize
+    SLOTS = 512 // chunk
+    layout = gl.NVMMASharedLayout(chunk, 8 * itemsize, 2)
     chunks = TensorDescriptor.from_tensor(basis.view(Hkv * D, r), [D, KB], layout)
     logits = torch.empty(B, Hkv, G, n, dtype=torch.float32, device=q.device)
     _streamed_logits_kernel[min(kernels.cdiv(B * n, 2 * T) * Hkv, SMS),](
@@ -620,17 +619,17 @@ def _residual_layer(
     ready,
     free,
     step,
-    K,
-    bias_p,
-    residual_p,
-    norm_p,
-    x_p,
-    scaled_p,
-    squares_p,
+    K,  # inputs of an output
+    bias_p,  # [N], or None
+    residual_p,  # [rows, N]
+    norm_p,  # [N]
+    x_p,  # [rows, N]
+    scaled_p,  # [rows, N]
+    squares_p,  # [programs, MP] fp32
     rows,
-    N,
+    N,  # outputs
     place,
-    shared_p,
+    shared_p,  # [RANKS] int64, or None
     RANK: gl.constexpr,
     RANKS: gl.constexpr,
 ):
@@ -668,13 +667,13 @@ def _normed_layer(
     ready,
     free,
     step,
-    K,
-    bias_p,
-    squares_p,
+    K,  # inputs of an output
+    bias_p,  # [N], of gate and up [2 N], or None
+    squares_p,  # [programs, MP] fp32
     eps,
-    out_p,
+    out_p,  # [rows, N]
     rows,
-    N,
+    N,  # outputs
     GATED: gl.constexpr,
     PP: gl.constexpr,
 ):
@@ -712,21 +711,21 @@ def _multiply(
     xs,
     ready,
     free,
-    residual_p,
-    wo_bias_p,
-    norm_p,
-    w13_bias_p,
-    w2_bias_p,
-    next_norm_p,
-    bias_p,
-    sum_p,
-    scaled_p,
-    squares_p,
-    gated_p,
-    x_p,
-    out_p,
-    counters_p,
-    shared_p,
+    residual_p,  # [rows, dim]
+    wo_bias_p,  # [dim], or None, as the other biases
+    norm_p,  # [dim]
+    w13_bias_p,  # [2 ffn]
+    w2_bias_p,  # [dim]
+    next_norm_p,  # [dim]
+    bias_p,  # [N]
+    sum_p,  # [rows, dim]
+    scaled_p,  # [rows, dim]
+    squares_p,  # [programs, MP] fp32
+    gated_p,  # [rows, ffn]
+    x_p,  # [rows, dim]
+    out_p,  # [rows, N]
+    counters_p,  # [3] int64
+    shared_p,  # [RANKS] int64, or None
     rows,
     heads_dim,
     dim,
@@ -825,12 +824,12 @@ def _linear_chain_kernel(
     RANK: gl.constexpr,
     RANKS: gl.constexpr,
 ):
-    # Every program has a share of each layer's outputs, over all inputs. A warp streams their
-    # weights through the slots of a ring, and on into the next layer's while the programs wait for
-    # one another: the memory never rests, where launches of a layer each would lose some 3 us. A
-    # slot has two halves of HALF weight rows: gate and up of w13, else the same outputs (there are
-    # fewer) over two runs of inputs. The halves take turns of eight rows, so that a thread has both
-    # of an output. MP, PP: rows and programs, padded.
+    """Every program has a share of each layer's outputs, over all inputs. A warp streams their
+    weights through the slots of a ring, and on into the next layer's while the programs wait for
+    one another: the memory never rests, where launches of a layer each would lose some 3 us. A
+    slot has two halves of HALF weight rows: gate and up of w13, else the same outputs (there are
+    fewer) over two runs of inputs. The halves take turns of eight rows, so that a thread has both
+    of an output. MP, PP: rows and programs, padded."""
     dim, heads_dim, ffn, N = wo.shape[0], wo.shape[1], w2.shape[1], w.shape[0]
     ring = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * HALF, wo.block_shape[1]], wo.layout)
     xs = gl.allocate_shared_memory(wo.dtype, [SLOTS, 2 * MP, wo.block_shape[1]], attended.layout)
@@ -912,23 +911,34 @@ def linear_chain(
 
     The kernel before must not write the first weights, which are read while it still runs (see
     overlapped). The first call on a device must not be in a capture. Truth: model.Layer."""
-    listed, dtype = [len(each) for each in (weights, biases, norms, eps)], x.dtype
+    counts = [len(weights), len(biases), len(norms), len(eps)]
     kernels.need(
-        listed == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {listed}"
+        counts == [4, 4, 2, 2], f"4 weights and biases, 2 norms and epsilons, not {counts}"
     )
-    (rows, dim), (wo, _, w2, w) = (len(x), x.shape[-1]), weights
-    heads_dim, ffn, N = wo.shape[-1], w2.shape[-1], len(w)
-    sizes = {"wo": (dim, heads_dim), "w13": (2 * ffn, dim), "w2": (dim, ffn), "w": (N, dim)}
-    given = {"x": (x, dtype, rows, dim), "attended": (attended, dtype, rows, heads_dim)}
-    given |= {"norm": (norms[0], dtype, dim), "next norm": (norms[1], dtype, dim)}
-    for name, weight, bias in zip(sizes, weights, biases, strict=True):
-        given |= {
-            name: (weight, dtype, *sizes[name]),
-            f"bias of {name}": (bias, dtype, sizes[name][0]),
-        }
-    kernels.check(**given)
-    for name in ("attended", *sizes):  # which bulk copies take
-        kernels.need(aligned(given[name][0]), f"{name} must start at a multiple of 16 bytes")
+    wo, w13, w2, w = weights
+    dtype = x.dtype
+    rows = len(x)
+    dim = x.shape[-1]
+    heads_dim = wo.shape[-1]
+    ffn = w2.shape[-1]
+    N = len(w)
+    tensors = {
+        "x": (x, dtype, rows, dim),
+        "attended": (attended, dtype, rows, heads_dim),
+        "norm": (norms[0], dtype, dim),
+        "next norm": (norms[1], dtype, dim),
+        "wo": (wo, dtype, dim, heads_dim),
+        "bias of wo": (biases[0], dtype, dim),
+        "w13": (w13, dtype, 2 * ffn, dim),
+        "bias of w13": (biases[1], dtype, 2 * ffn),
+        "w2": (w2, dtype, dim, ffn),
+        "bias of w2": (biases[2], dtype, dim),
+        "w": (w, dtype, N, dim),
+        "bias of w": (biases[3], dtype, N),
+    }
+    kernels.check(**tensors)
+    for name in ("attended", "wo", "w13", "w2", "w"):  # which bulk copies take
+        kernels.need(aligned(tensors[name][0]), f"{name} must start at a multiple of 16 bytes")
     most = f"at most {CHAIN_ROWS} rows in bfloat16, of multiples of 8, on a Hopper GPU"
     kernels.need(
         chains_linears(x, heads_dim, dim, ffn), f"{most}: not {dtype} {list(x.shape)} on {x.device}"
@@ -936,11 +946,16 @@ def linear_chain(
     device = torch.cuda.get_device_properties(x.device)
     # Every program must have outputs of the layers that end in x (see _stream_inputs).
     programs = min(device.multi_processor_count, dim // 8)
-    MP, HALF, KB = 8 if rows <= 8 else 16, 32, 128
+    MP = 8 if rows <= 8 else 16
+    HALF = 32  # weight rows of half a slot
+    KB = 128  # inputs of a block
     spare = 2048  # of shared memory, for barriers and sums over warps
     SLOTS = (device.shared_memory_per_block_optin - spare) // (2 * (HALF + MP) * KB * 2)
-    total, scaled, out_x = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-    gated, out = x.new_empty(rows, ffn), x.new_empty(rows, N)
+    total = torch.empty_like(x)
+    scaled = torch.empty_like(x)
+    out_x = torch.empty_like(x)
+    gated = x.new_empty(rows, ffn)
+    out = x.new_empty(rows, N)
     squares = x.new_empty(programs, MP, dtype=torch.float32)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     blocks = [TensorDescriptor.from_tensor(weight, [8, KB], layout) for weight in weights]
@@ -1006,10 +1021,11 @@ def chained_layer(
     layer, attended: Tensor, x: Tensor, norm, linear, *shared
 ) -> tuple[Tensor, Tensor]:
     """The heads' results and x [B, dim] -> x after the layer, and linear(norm(x))."""
-    # all but the first, wqkv
-    norms, linears = (layer.ffn_norm, norm), (*layer.linears()[1:], linear)
-    weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
-    norms, eps = ([getattr(each, name) for each in norms] for name in ("weight", "eps"))
+    linears = [*layer.linears()[1:], linear]  # without the layer's own wqkv
+    weights = [each.weight for each in linears]
+    biases = [each.bias for each in linears]
+    norms = [layer.ffn_norm.weight, norm.weight]
+    eps = [layer.ffn_norm.eps, norm.eps]
     return linear_chain(attended, x, weights, biases, norms, eps, *shared)
 
 
@@ -1032,10 +1048,12 @@ def shared_memory(
     cannot reach one another. The first call is of all ranks together."""
     if not (dist.is_available() and dist.is_initialized()):
         return ()
-    rank, n = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    n = dist.get_world_size()
     if n == 1:
         return ()
-    one_host, pairs = os.environ.get("LOCAL_WORLD_SIZE") == str(n), permutations(range(n), 2)
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(n)
+    pairs = permutations(range(n), 2)
     if not (one_host and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
         return None
     import torch.distributed._symmetric_memory as symmetric  # only now: it imports much
