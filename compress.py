@@ -1829,29 +1829,27 @@ def add_latent_rows(
 
 
 class MixedStore(TokenStore):
-    """Int8 codes of a vector's leading numbers, 4-bit codes of the others, and one scale."""
+    """Int8 codes of a vector's first `n_int8` dims, 4-bit codes of the others, and one scale."""
 
     kind = "mixed"
 
-    def __init__(
-        self, context: CacheContext, n_heads: int, n_tokens: int, width: int, int8_dims: int
-    ):
-        self.int8_dims = int8_dims
+    def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int, n_int8: int):
+        self.n_int8 = n_int8
         super().__init__(context, n_heads, n_tokens, width)
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        n_bytes = (self.width - self.int8_dims) // 2
+        n_bytes = (self.width - self.n_int8) // 2
         return {
-            "vectors": ((self.int8_dims,), torch.int8),
+            "vectors": ((self.n_int8,), torch.int8),  # the int8 dims
             "scale": ((), torch.float32),
             "int4_dims": ((n_bytes,), torch.uint8),
         }
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return quantize_mixed(x, self.int8_dims)
+        return quantize_mixed(x, self.n_int8)
 
-    def decode(self, vectors: Tensor, scale: Tensor, int4_dims: Tensor) -> Tensor:
-        return dequantize_mixed(vectors, scale, int4_dims).to(self.context.dtype)
+    def decode(self, int8_dims: Tensor, scale: Tensor, int4_dims: Tensor) -> Tensor:
+        return dequantize_mixed(int8_dims, scale, int4_dims).to(self.context.dtype)
 
 
 class ScaledStore(CodedStore):

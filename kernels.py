@@ -308,28 +308,27 @@ def quantize_int8(
     return (x.float() / torch.where(scale == 0, 1, scale)).round().to(torch.int8), scale
 
 
-def quantize_mixed(x: Tensor, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed codes of vectors x [..., D] (ours), of which the first `lead` numbers lead: int8
-    [..., lead]; scales [...] fp32; and 4-bit codes of the others, [..., (D - lead) / 2] uint8
-    (`pack`).
+def quantize_mixed(x: Tensor, n_int8: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mixed codes of vectors x [..., D] (ours): the first `n_int8` dims in int8 [..., n_int8];
+    scales [...] fp32; and the other dims in 4-bit codes, [..., (D - n_int8) / 2] uint8 (`pack`).
 
-    The leading numbers need the scale largest / 127, the trailing ones the scale at which
-    neighbouring 4-bit levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of
-    the two serves both."""
-    leading, trailing = x.float().split((lead, x.shape[-1] - lead), -1)
-    scale_for_leading = leading.abs().amax(-1) / 127
-    scale_for_trailing = trailing.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
-    scale = torch.maximum(scale_for_leading, scale_for_trailing)
+    The int8 dims need the scale largest / 127, the 4-bit ones the scale at which neighbouring
+    levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of the two serves
+    both."""
+    for_int8, for_int4 = x.float().split((n_int8, x.shape[-1] - n_int8), -1)
+    scale_for_int8 = for_int8.abs().amax(-1) / 127
+    scale_for_int4 = for_int4.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
+    scale = torch.maximum(scale_for_int8, scale_for_int4)
     step = torch.where(scale == 0, 1, scale)[..., None]
-    leading_codes = (leading / step).round().to(torch.int8)
-    trailing_codes = four_bit_code(trailing / step).round().clamp(0, 15)
-    return leading_codes, scale, pack(trailing_codes, 4)
+    int8_dims = (for_int8 / step).round().to(torch.int8)
+    int4_dims = pack(four_bit_code(for_int4 / step).round().clamp(0, 15), 4)
+    return int8_dims, scale, int4_dims
 
 
-def dequantize_mixed(leading: Tensor, scale: Tensor, trailing: Tensor) -> Tensor:
+def dequantize_mixed(int8_dims: Tensor, scale: Tensor, int4_dims: Tensor) -> Tensor:
     """The inverse of `quantize_mixed`: vectors [..., D] fp32."""
-    levels = four_bit_level(unpack(trailing, 4).to(torch.int8) * 8)
-    return torch.cat((leading, levels), -1) * scale[..., None]
+    levels = four_bit_level(unpack(int4_dims, 4).to(torch.int8) * 8)
+    return torch.cat((int8_dims, levels), -1) * scale[..., None]
 
 
 @jit
@@ -405,26 +404,26 @@ def _append_kernel(
         tl.store(scale_ptr + head, scale.to(tl.float16))
 
 
-@operator(_no_result, mutates=("lead", "rest", "latent_scale", "codes", "scale"))
+@operator(_no_result, mutates=("int8_dims", "int4_dims", "latent_scale", "codes", "scale"))
 def launch_append(
     latent: Tensor,
     v: Tensor,
     pos: Tensor,
-    lead: Tensor,
+    int8_dims: Tensor,
     latent_scale: Tensor,
-    rest: Tensor,
+    int4_dims: Tensor,
     codes: Tensor,
     scale: Tensor,
 ) -> None:
     """Writes the codes of latent [B, r] and v [B, Hkv, D], whose rows of the batch may lie any
     stride apart, at positions pos [B] int32, which must be below S.
 
-    The latent goes to lead [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and rest
+    The latent goes to int8_dims [B, 1, S, r*] int8, latent_scale [B, 1, S] fp32 and int4_dims
     [B, 1, S, (r - r*) / 2] uint8; v goes to codes [B, S, Hkv, D * bits / 8] uint8 and scale
     [B, S, Hkv] fp16."""
     B, Hkv, D = v.shape
-    S, LEAD = lead.shape[2:]
-    REST = rest.shape[3]
+    S, LEAD = int8_dims.shape[2:]
+    REST = int4_dims.shape[3]
     need(REST > 0, "a latent needs trailing dims, in 4 bits")
     BYTES = codes.shape[3]
     bits = BYTES * 8 // D
@@ -438,8 +437,8 @@ def launch_append(
     )
     check(
         pos=(pos, torch.int32, B),
-        lead=(lead, torch.int8, B, 1, S, LEAD),
-        rest=(rest, torch.uint8, B, 1, S, REST),
+        int8_dims=(int8_dims, torch.int8, B, 1, S, LEAD),
+        int4_dims=(int4_dims, torch.uint8, B, 1, S, REST),
         latent_scale=(latent_scale, torch.float32, B, 1, S),
         codes=(codes, torch.uint8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
@@ -451,8 +450,8 @@ def launch_append(
         latent_stride=latent.stride(0),
         v_stride=v.stride(0),
         pos_ptr=pos,
-        lead_ptr=lead,
-        rest_ptr=rest,
+        lead_ptr=int8_dims,
+        rest_ptr=int4_dims,
         latent_scale_ptr=latent_scale,
         code_ptr=codes,
         scale_ptr=scale,
@@ -475,15 +474,15 @@ def append(pos: Tensor, latents, latent: Tensor, values, v: Tensor, *, kernel: b
         latents.write_token(pos, latent[:, None])
         values.write_token(pos, v)
         return
-    lead, latent_scale, rest = latents.parts()
+    int8_dims, latent_scale, int4_dims = latents.parts()
     codes, scale = values.parts()
     launch_append(
         latent,
         v,
         pos.int(),
-        lead,
+        int8_dims,
         latent_scale,
-        rest,
+        int4_dims,
         codes.transpose(1, 2),  # as it lies in memory: a token's heads side by side
         scale.transpose(1, 2),
     )

@@ -4217,10 +4217,10 @@ APPENDED = [  # B, Hkv, D, int8 dims and bytes of 4-bit dims of a latent, S, bit
 ]
 
 
-def appended(B, Hkv, D, int8_dims, n_bytes, S, bits, dtype):
+def appended(B, Hkv, D, n_int8, n_bytes, S, bits, dtype):
     """Arguments of append: latents and values side by side, as wqkv gives them, and stores full of
     77."""
-    r = int8_dims + 2 * n_bytes
+    r = n_int8 + 2 * n_bytes
     latent, v = randn(B, r + Hkv * D, dtype=dtype).split((r, Hkv * D), 1)
     pos = positions(*[S - 1, 0, S // 2][:B])
 
@@ -4231,7 +4231,7 @@ def appended(B, Hkv, D, int8_dims, n_bytes, S, bits, dtype):
         latent,
         v.unflatten(1, (Hkv, D)),
         pos,
-        store(1, S, int8_dims, dtype=torch.int8),
+        store(1, S, n_int8, dtype=torch.int8),
         store(1, S, dtype=torch.float32),
         store(1, S, n_bytes, dtype=torch.uint8),
         store(S, Hkv, D * bits // 8, dtype=torch.uint8),
@@ -4627,7 +4627,7 @@ def stored_keys(form, dtype, read, D, r=24, bits=4):
     bias = randn(Hkv * D, 1, seed=3)
     dead = ~read.any(1, keepdim=True) if is_joint else ~read  # those of all heads, as SALS has them
     if "mixed" in form:
-        codes, scale, int4_dims = kernels.quantize_mixed(latent, int8_dims_of(r))
+        codes, scale, int4_dims = kernels.quantize_mixed(latent, n_int8_of(r))
         decoded = kernels.dequantize_mixed(codes, scale, int4_dims)
         basis_codes, basis_scale = compress.quantize_basis(basis.unflatten(0, (Hkv, -1)))
         decoded_basis = basis_codes * basis_scale
@@ -4646,7 +4646,7 @@ def stored_keys(form, dtype, read, D, r=24, bits=4):
     return [*stores, *for_heads, kernels.rope_pairs(cos, sin, dtype)], truth
 
 
-def int8_dims_of(r):
+def n_int8_of(r):
     """How many dims of a mixed latent are in int8; of large r parts that extras/hopper.py takes."""
     if r % 512 == 0:
         return r // 4
@@ -5645,7 +5645,7 @@ def good_arguments(name: str) -> dict:
         zip("q cos sin basis mean".split(), placed_queries(*PLACED[0], torch.float32), strict=True)
     )
     placed["coded"] = True
-    names = "latent v pos lead latent_scale rest codes scale".split()
+    names = "latent v pos int8_dims latent_scale int4_dims codes scale".split()
     return {
         "append": dict(zip(names, appended(*APPENDED[0], torch.float32), strict=True)),
         "block_queries": placed,
@@ -5754,7 +5754,7 @@ REFUSED = [  # operation or form of keys, arguments and their changes, the messa
     ("fetch_rows", {"index": lambda index: index.int()}, "index must be torch.int64"),
     ("fetch_rows", {"rows": turned}, "rows .* must be contiguous"),
     ("value_packing", {"D": instead(48)}, "multiple of 32"),
-    ("append", {"rest": lambda x: x[..., :0]}, "needs trailing dims"),
+    ("append", {"int4_dims": lambda x: x[..., :0]}, "needs trailing dims"),
     ("channels", {"k": lambda x: x[:, :, :48].contiguous()}, "48 tokens are not whole groups"),
     ("joint latents", {"bits": instead(16)}, "values of 16 bits have no scale"),
     ("block_scores", {"run": instead(0)}, "a run has one token at least"),
