@@ -357,7 +357,7 @@ def head_bases(
 # --------------------------------------------------------------------------------------------- SALS
 
 
-def query_scale(keys: KeyMoments) -> Tensor:
+def query_rms(keys: KeyMoments) -> Tensor:
     """S_q (ours): the root mean square of the queries in each pair of dims that RoPE rotates.
 
     [L, Hkv*D], both dims of a pair alike, with a mean square of one in each layer."""
@@ -380,7 +380,7 @@ def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
     key_values, key_basis = eigen(keys.second)
 
     # Ours: the same of S_q (k - m), where m is the mean key.
-    scale = query_scale(keys)
+    scale = query_rms(keys)  # S_q
     covariance = scale[:, :, None] * keys.covariance() * scale[:, None]
     query_values, query_basis = eigen(covariance)
 

@@ -1726,19 +1726,20 @@ def paper_basis(
 def sals_layer_maps(
     c: ModelConfig, settings: SalsSettings, artifact: Artifact, i: int, device: torch.device
 ) -> SalsMaps:
-    """Layer i's maps (docs/methods.md, "maps"): down = S U_r M gain and up = S^-1 U_r M gain^-1. S
-    weighs the dims of a key as queries do, and U_r has the leading directions of S (k - mean). M
-    and the gain suit a latent to its codes. `up` has the numbers that its own int8 codes give."""
+    """Layer i's maps (docs/methods.md, "maps"): down = S_q U_r M gain and up = S_q^-1 U_r M
+    gain^-1. S_q weighs the dims of a key as queries do, and U_r has the leading directions of
+    S_q (k - mean). M and the gain suit a latent to its codes. `up` has the numbers that its own
+    int8 codes give."""
     r, r_score = settings.ranks(c)
     U_r = leading_basis(c, settings, artifact, f"{i}.query_basis", device)
-    S = artifact["scale"][i].to(device)[:, None]
+    S_q = artifact["scale"][i].to(device)[:, None]
     mix = random_rotation(r_score, r - r_score).to(device)
     gains = torch.ones(r, device=device)
     gains[r_score:] = int4_gain(artifact["query_eigenvalues"][i], r_score, r)
-    up = (U_r / S) @ mix / gains
+    up = (U_r / S_q) @ mix / gains
     codes, pair_scale = quantize_basis(up.unflatten(0, (c.n_kv_heads, -1)))
     return SalsMaps(
-        down=(U_r * S) @ mix * gains,
+        down=(U_r * S_q) @ mix * gains,
         up=(codes * pair_scale).flatten(0, 1),
         mean=artifact["mean"][i].to(device),
     )
@@ -2271,7 +2272,7 @@ def sals_caches(
 
 def sals_tensors(c: ModelConfig) -> Stored:
     found = {}
-    for name in ("scale", "mean", "query_eigenvalues", "key_eigenvalues"):
+    for name in ("scale", "mean", "query_eigenvalues", "key_eigenvalues"):  # "scale" is S_q
         found[name] = (float, c.n_layers, c.kv_dim)
     for i in range(c.n_layers):
         found[f"{i}.query_basis"] = (float, c.kv_dim, None)
