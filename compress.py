@@ -551,7 +551,7 @@ def attend_index(
 def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: float) -> Tensor:
     """`attend` in PyTorch, over all tokens up to pos. Stores in codes are not decoded: `logits` and
     `mix` multiply the codes as they are."""
-    is_plain = keys.kind == "plain" and values.bits == 16
+    is_plain = keys.kind == values.kind == "plain"
     if is_plain and not exact:
         live = torch.arange(keys.n_tokens, device=pos.device) <= pos[:, None]
         return kernels.attend_plain_reference(q, keys.vectors, values.vectors, live, scale)
@@ -589,7 +589,7 @@ def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
     if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
         return False
     if keys.kind == "plain":
-        return values.kind == "plain" and not has_coded_values
+        return values.kind == "plain"
     if keys.kind == "channels":
         return has_coded_values and index is None
     return keys.kind == "latents"
@@ -1206,6 +1206,7 @@ class CodedStore(TokenStore):
     """Codes of 2 or 4 bits (`quantize`), in `vectors`. A group of 32 channels (or all, of fewer)
     shares a minimum and a scale, which lie side by side in `scale`."""
 
+    kind = "codes"
     group = GROUP  # channels that share them
 
     def __init__(self, context: CacheContext, n_heads: int, n_tokens: int, width: int, bits: int):
