@@ -2583,9 +2583,9 @@ def attend_latents_reference(
 
 
 @constexpr_function
-def _largest_sum(dtype):
-    """Sums of int8 products can exceed fp16's range. In fp16 the keys and their bias are divided by
-    this, and the query is multiplied by it."""
+def _key_divisor(dtype):
+    """What rebuilt keys and their bias are divided by, and the query multiplied by: sums of int8
+    products can exceed fp16's range."""
     return 1024.0 if dtype == tl.float16 else 1.0
 
 
@@ -2702,7 +2702,7 @@ def _attend_latents_kernel(
     CODED: tl.constexpr = latent_scale_ptr is not None
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if CODED else tl.float32
-    LARGE: tl.constexpr = _largest_sum(dtype) if CODED else 1.0
+    KEY_DIVISOR: tl.constexpr = _key_divisor(dtype) if CODED else 1.0
     DP: tl.constexpr = _padded(D, 16)
     R: tl.constexpr = R8 + 2 * N4
     d = tl.arange(0, DP)
@@ -2731,7 +2731,7 @@ def _attend_latents_kernel(
     paired_dim = d // 2 + (d % 2) * (D // 2)
     query = _load_queries(q_ptr + first_head * D, paired_dim, d < D, D, G, GP)
     if CODED:
-        basis_scale = tl.load(basis_scale_ptr + h * DP + d) * LARGE
+        basis_scale = tl.load(basis_scale_ptr + h * DP + d) * KEY_DIVISOR
         query = (query * basis_scale[:, None]).to(dtype)
     if HELD:
         basis = _load_basis(basis_ptr, h, dims, dims < R8, DP, R)
@@ -2806,10 +2806,10 @@ def _attend_latents_kernel(
                     k = _add_int4(k, int4_ptr, vector, live, byte, low, high, N4)
         # times the latent's scale, and the bias.
         if CODED:
-            latent_scale = tl.load(latent_scale_ptr + vector, mask=live, other=0.0) / LARGE
+            latent_scale = tl.load(latent_scale_ptr + vector, mask=live, other=0.0) / KEY_DIVISOR
             k = k.to(tl.float32) * latent_scale[:, None]
         if bias_ptr is not None:
-            k += (tl.load(bias_ptr + h * DP + d) / LARGE)[None, :]
+            k += (tl.load(bias_ptr + h * DP + d) / KEY_DIVISOR)[None, :]
 
         # Rotate them. The halves of a RoPE pair lie side by side, in one thread.
         pair = tl.arange(0, DP // 2)

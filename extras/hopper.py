@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import kernels
-from kernels import SMS, _half_at, _largest_sum, _wait_for_previous
+from kernels import SMS, _half_at, _key_divisor, _wait_for_previous
 
 # Names that changed after triton 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -172,7 +172,7 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
     ITEM: gl.constexpr = latents.dtype.primitive_bitwidth // 8
     INT8: gl.constexpr = latent_scale_p is not None
     dtype: gl.constexpr = queries.dtype
-    LARGE: gl.constexpr = _largest_sum(dtype)
+    KEY_DIVISOR: gl.constexpr = _key_divisor(dtype)
     KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32 // ITEM])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, NC])
     LANES: gl.constexpr = KB * ITEM // 16  # of a chunk of a token
@@ -204,7 +204,7 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
         words = gl.load(rope_p + position[:, None] * (D // 2) + pair[None, :])
         if INT8:
             scaled = _tile_rows(index_p, index_step, start, B, n, S, T, gl.SliceLayout(1, KEYS))
-            token_scale = gl.load(latent_scale_p + scaled) / LARGE
+            token_scale = gl.load(latent_scale_p + scaled) / KEY_DIVISOR
         for j in gl.static_range(RESTS):  # once all loads are on their way
             low, high = _unpack(packed[j])
             latents.index(HALF * CHUNKS + LEADS + j).store(low)
@@ -241,7 +241,7 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
                     barrier()
                     hopper.mbarrier.arrive(free.index((chunk + j - 1) % SLOTS))
             if INT8:
-                pair_scale = gl.load(basis_scale_p + head * D + wide) * LARGE
+                pair_scale = gl.load(basis_scale_p + head * D + wide) * KEY_DIVISOR
                 query = (query * pair_scale[None, :]).to(dtype)
             queries.index(HALF).store(query)
             chunk += CHUNKS
@@ -253,7 +253,7 @@ def _tile_logits(HALF: gl.constexpr, G: gl.constexpr, RESTS: gl.constexpr, both)
             if INT8:
                 k = k.to(gl.float32) * token_scale[:, None]
             if bias_p is not None:
-                k += (gl.load(bias_p + head * D + column_of_key) / (LARGE if INT8 else 1.0))[
+                k += (gl.load(bias_p + head * D + column_of_key) / (KEY_DIVISOR if INT8 else 1.0))[
                     None, :
                 ]
             a, c = gl.split(gl.reshape(k, [T, D // 2, 2]))
