@@ -518,13 +518,19 @@ def mean_logits(q: Tensor, cos: Tensor, sin: Tensor, mean: Tensor) -> Tensor:
 
     q [B, Hq, D] after RoPE; cos, sin [n, D/2] of n positions, or means over blocks of them; mean
     [Hkv*D] -> [B, n, Hq] fp32."""
-    D = q.shape[-1]
-    mean_first, mean_second = mean.view(-1, 1, D).chunk(2, -1)  # [Hkv, 1, D/2] each
-    Hkv = len(mean_first)
-    first, second = q.float().unflatten(1, (Hkv, -1)).chunk(2, -1)  # [B, Hkv, G, D/2] each
-    times_cos = (first * mean_first + second * mean_second).flatten(1, 2)  # [B, Hq, D/2]
-    times_sin = (second * mean_first - first * mean_second).flatten(1, 2)
+    times_cos, times_sin = rope_products(q, mean.view(-1, q.shape[-1]))
     return cos @ times_cos.mT + sin @ times_sin.mT
+
+
+def rope_products(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b [B, Hq, D/2], of which each pair of dims gives a cos_j + b sin_j to q . RoPE_j(k): so
+    one key need not be rotated to every position j. q [B, Hq, D] after RoPE; k [Hkv, D] or
+    [B, Hkv, D] fp32 before it."""
+    k_first, k_second = k.unsqueeze(-2).chunk(2, -1)  # [Hkv, 1, D/2] each
+    q_first, q_second = q.float().unflatten(1, (k.shape[-2], -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
+    times_cos = q_first * k_first + q_second * k_second
+    times_sin = q_second * k_first - q_first * k_second
+    return times_cos.flatten(1, 2), times_sin.flatten(1, 2)
 
 
 @jit

@@ -72,6 +72,7 @@ from kernels import (
     pack,
     power2,
     quantize_int8,
+    rope_products,
     tl,
     token_logits,
     unpack,
@@ -1001,13 +1002,9 @@ class CentredFp8Cache(CentredCache):
 def logits_of_mean(q: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """q . RoPE_j(mean) at every position j, which q . k lacks where the mean key is taken off.
 
-    q [B, Hq, D] after RoPE; mean [B, Hkv, D] fp32 before it; cos, sin [S, D/2] -> [B, Hq, S] fp32.
-    A pair of dims gives a cos_j + b sin_j, where a and b are the same for all j: so the mean key
-    need not be rotated S times."""
-    q_first, q_second = q.float().unflatten(1, (mean.shape[1], -1)).chunk(2, -1)  # [B, Hkv, G, D/2]
-    mean_first, mean_second = mean.unsqueeze(2).chunk(2, -1)  # [B, Hkv, 1, D/2]
-    times_cos = (q_first * mean_first + q_second * mean_second).flatten(1, 2)  # [B, Hq, D/2]
-    times_sin = (q_second * mean_first - q_first * mean_second).flatten(1, 2)
+    q [B, Hq, D] after RoPE; mean [B, Hkv, D] fp32 before it; cos, sin [S, D/2] -> [B, Hq, S]
+    fp32."""
+    times_cos, times_sin = rope_products(q, mean)
     return times_cos @ cos.mT + times_sin @ sin.mT
 
 
