@@ -3555,12 +3555,13 @@ def read_tensors(
     for key, value in identity.items():
         found = metadata.get(key)
         if found != value:
-            raise UserError(f"{path}: of another {key} ({found}, here {value}); {remedy}")
+            raise UserError(f"{path} was made for {key} {found}, not {value}; {remedy}")
     return metadata, tensors
 
 
 def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str:
-    """What is wrong with a tensor of an artifact, or "". Whole numbers of a shape are orders."""
+    """What is wrong with a tensor of an artifact, or "". An integer tensor with a shape must hold a
+    permutation in its last dim."""
     if tensor is None:
         return "is missing"
     fits = tensor.ndim == len(shape)
@@ -3579,7 +3580,7 @@ def artifact_fault(tensor: Tensor | None, kind: type, *shape: int | None) -> str
     if kind is float and not tensor.isfinite().all():
         return "is not finite"
     if kind is int and shape and (tensor.sort(-1).values != torch.arange(shape[-1])).any():
-        return "is no order"
+        return f"is not a permutation of 0 .. {shape[-1] - 1}"
     return ""
 
 

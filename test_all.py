@@ -6261,7 +6261,7 @@ DAMAGE = [  # what is done to the folder, and what the error says
     (put_a_smaller_vocabulary, "outside the model's vocabulary of 100"),
     (lambda f: compress.artifact_path(f, "sals").unlink(), "calibrate.py fit"),
     (lambda f: truncate(compress.artifact_path(f, "sals")), "make it again"),
-    (put_the_artifact_of_another_model, "of another fingerprint"),
+    (put_the_artifact_of_another_model, "was made for fingerprint "),
 ]
 
 
@@ -6355,7 +6355,7 @@ def wrong_tensors(tensor: torch.Tensor, kind: type, n_dims: int) -> list:
     else:
         wrong.append((tensor.to(torch.float32), "numbers"))
         if n_dims > 0:
-            wrong.append((tensor + 1, "is no order"))
+            wrong.append((tensor + 1, f"is not a permutation of 0 .. {tensor.shape[-1] - 1}"))
     return wrong
 
 
@@ -7614,10 +7614,10 @@ def test_answers_stand_above_the_dense_ones_unless_the_cache_was_loaded(cli, tmp
 
 
 LOADED_OTHERWISE = [  # options of load_cache beside those that saved, and what the error says
-    ("--k 9", "of another settings ("),
+    ("--k 9", "was made for settings LrqkSettings("),
     (
         "--dtype bf16",
-        "of another dtype (torch.float32, here torch.bfloat16); load it with the options that",
+        "was made for dtype torch.float32, not torch.bfloat16; load it with the options that",
     ),
     ("--batch_size 1", "needs a --batch_size of 2, not 1; raise --batch_size"),
     ("--max_seq_length 40", "needs a --max_seq_length of 60, not 40; raise --max_seq_length"),
@@ -7635,7 +7635,7 @@ def test_a_cache_is_loaded_by_the_options_that_saved_it_alone(cli, tmp_path):
     assert cli(f"{SAVED} --load_cache {file} --max_seq_length 99")[0] == 0
     for options, message in LOADED_OTHERWISE:
         assert message in cli.refusal(f"{SAVED} --load_cache {file} {options}"), options
-    assert "of another method (lrqk, here dense)" in cli.refusal(f"generate --load_cache {file}")
+    assert "was made for method lrqk, not dense;" in cli.refusal(f"generate --load_cache {file}")
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -7643,7 +7643,7 @@ def test_a_cache_of_another_model_or_a_damaged_one_is_refused(cli, folder, tmp_p
     file = tmp_path / "c"
     assert cli(f"{SAVED} --prompt 60 --save_cache {file}")[0] == 0
     put_weight(folder, NORM, load_file(folder / WEIGHTS)[NORM] + 1)
-    assert "of another fingerprint (" in cli.refusal(f"{SAVED} --load_cache {file}")
+    assert "was made for fingerprint " in cli.refusal(f"{SAVED} --load_cache {file}")
     truncate(file)
     assert "truncated or damaged" in cli.refusal(f"{SAVED} --load_cache {file}")
     assert "No such file" in cli.refusal(f"generate --load_cache {file}.d")

@@ -3653,7 +3653,7 @@ def test_int8_weights_take_their_bytes_and_are_of_another_cache(cli, every_folde
     refusal = cli.refusal(
         line.replace("--prompt 30", f"--load_cache {tmp_path}/c") + " --weights int8"
     )
-    assert "of another weights (None, here int8); load it with the options that" in refusal
+    assert "was made for weights None, not int8; load it with the options that" in refusal
 
 
 def test_int8_weights_that_do_not_fit_are_refused_before_they_are_allocated(monkeypatch):
