@@ -2899,7 +2899,7 @@ def elitekv_step(
     """One decode step of EliteKV as published (sec. 3.2, Eq. 2), for one sequence.
 
     Each head has its 2r elite dims first. q [Hq, D] and k [Hkv, 2r]: elite dims rotated; latent
-    [d_ckv]: c = x A of all else -> output [Hq, D]. stored: elite keys [S - 1, Hkv, 2r] and latents
+    [d_ckv]: c = u A of all else -> output [Hq, D]. stored: elite keys [S - 1, Hkv, 2r] and latents
     [S - 1, d_ckv]. b_k [Hkv, D - 2r, d_ckv] and b_v [Hkv, D, d_ckv]: B^T."""
     Hkv = len(b_k)
     D = q.shape[-1]
@@ -3195,23 +3195,16 @@ def elite_tensors(c: ModelConfig) -> Stored:
 
 
 def random_elitekv(c: ModelConfig) -> Artifact:
-    """The paper's 25 % for Llama-2-7B (r = D/16), with factors of no meaning."""
+    """The paper's 25 % for Llama-2-7B (r = D/16), with pairs in their own order, of no meaning."""
     r = max(1, c.head_dim // 16)
     d_ckv = max(1, c.kv_dim // 2 - 2 * r * c.n_kv_heads)
     order = torch.arange(c.head_dim // 2).expand(c.n_layers, c.n_kv_heads, -1)
-    a = random_basis(c.dim, d_ckv)
-    width = c.n_kv_heads * (2 * c.head_dim - 2 * r)
-    b = 0.02 * torch.randn(d_ckv, width, generator=torch.Generator().manual_seed(0))
-    artifact = {
+    return {
         "r": torch.tensor(r),
         "d_ckv": torch.tensor(d_ckv),
         "elite": order,
         "contribution": order,
     }
-    for i in range(c.n_layers):
-        artifact[f"{i}.A"] = a
-        artifact[f"{i}.B"] = b
-    return artifact
 
 
 # ---------------------------------------------------------------------------------------------- FDC
