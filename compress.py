@@ -70,7 +70,7 @@ from model import (
 VARIANTS = ("ours", "paper")  # of a method whose defaults are not all the paper's
 
 # What an artifact holds: name -> float or int, then the shape; None where any size will do.
-Stored = dict[str, tuple]
+ArtifactShapes = dict[str, tuple]
 Artifact = dict[str, Tensor]
 
 
@@ -150,8 +150,8 @@ class Cache(nn.Module):
         self.kernel = context.kernel
         self.rope = context.rope
         self.rope_from = context.rope_from
-        # Two stores of exact keys and exact values, or none. Of the tokens that they hold, they
-        # count, and not what other stores have of the same tokens.
+        # Two stores of exact keys and exact values, or none. For tokens that both hold, these count
+        # and the other stores do not.
         self.exact: Sequence[RingStore] = ()
         self.tables = {}  # name -> what a new row's entries are
         self.table_bytes = 0
@@ -737,7 +737,7 @@ class FittedLayer(NamedTuple):
 
 def each_layer(make: Callable[..., Cache]) -> Callable[..., list[Cache]]:
     """What a row of METHODS has as its `caches`, for a method whose layers all have the same kind
-    of cache. (Only the layers of --skip, where a method has that option, are dense.)
+    of cache. Layers named by --skip, where there is such a setting, are dense.
 
     make: the class, or a function, that gives the cache of a layer: make(context, settings), or
     make(context, settings, fitted) if the method is fitted."""
@@ -1018,7 +1018,7 @@ class LokiCache(ScoringCache):
         self.P = P.to(context.device, context.dtype)
         self.settings = settings
         self.d = d
-        self.least_tokens = LEAST_TOKENS  # of when it is made: tests set another
+        self.least_tokens = LEAST_TOKENS  # as it was when the cache was made; tests change it
 
     def to_stored_basis(self, x: Tensor) -> Tensor:
         return in_basis(x, self.P)
@@ -1059,11 +1059,11 @@ class LokiCache(ScoringCache):
         return round(keys + attended * self.values.token_bytes)
 
 
-def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], Stored]:
+def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], ArtifactShapes]:
     """What a row of METHODS has as its `tensors`: of each name what the artifact holds of every KV
     head, a matrix [D, D] if it is a basis, else numbers [D]. others: tensors of another shape."""
 
-    def tensors(c: ModelConfig) -> Stored:
+    def tensors(c: ModelConfig) -> ArtifactShapes:
         numbers = (float, c.n_layers, c.n_kv_heads, c.head_dim)
         matrices = (*numbers, c.head_dim)
         found = {}
@@ -2271,7 +2271,7 @@ def sals_caches(
     return caches
 
 
-def sals_tensors(c: ModelConfig) -> Stored:
+def sals_tensors(c: ModelConfig) -> ArtifactShapes:
     found = {}
     for name in ("scale", "mean", "query_eigenvalues", "key_eigenvalues"):  # "scale" is S_q
         found[name] = (float, c.n_layers, c.kv_dim)
@@ -2533,8 +2533,8 @@ def take_slots(
     keeps it. The others miss, and take slots that no hit needs. -> the slots [B, Hkv, k], and which
     tokens miss [B, Hkv, k].
 
-    index [B, Hkv, k]: positions, distinct where `live` [B, Hkv, k]. Other entries stand for no
-    token: each must be a position that has no slot, and gets a slot that nothing is written to.
+    index [B, Hkv, k]: positions, distinct where `live` [B, Hkv, k]. Where `live` is False there is
+    no token; the entry is then any position without a slot, and the slot it is given is not used.
     step: this step's number. Three tables are changed:
         slot_of [B, Hkv, S]   of a position: its slot, or -1
         pos_of  [B, Hkv, C]   of a slot: the position in it, or -1
@@ -2556,7 +2556,8 @@ def take_slots(
     # 3. The tables forget what is evicted, and learn what comes.
     miss = live & ~hit
     before = pos_of.gather(-1, place)  # what each place holds so far
-    # One scatter for all: who evicts nothing forgets its own slot, which the next line sets.
+    # Clear the slots of evicted tokens. A token that evicts nothing clears its own slot, and the
+    # next line sets that again: so the shapes stay fixed.
     evicted = torch.where(miss & (before >= 0), before, index)
     slot_of.scatter_(-1, evicted, -1)
     slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
@@ -3186,7 +3187,7 @@ class EliteCache(Cache):
         return output.flatten(1, 2)
 
 
-def elite_tensors(c: ModelConfig) -> Stored:
+def elite_tensors(c: ModelConfig) -> ArtifactShapes:
     order = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2)
     stored = {"r": (int,), "d_ckv": (int,), "elite": order}
     if not c.elitekv:  # an uptrained checkpoint's pairs are fixed
@@ -3666,8 +3667,9 @@ class Method:
     # Of a method that is fitted: the function, as "module:fit_NAME", which is found when it is
     # asked for. NAME.safetensors is the artifact.
     fit: str = ""
-    tensors: Callable[[ModelConfig], Stored] | None = None  # those of the artifact
-    random: Callable[[ModelConfig], Artifact] | None = None  # of random_artifact what is not near 1
+    tensors: Callable[[ModelConfig], ArtifactShapes] | None = None  # those of the artifact
+    # What random_artifact cannot make by itself.
+    random: Callable[[ModelConfig], Artifact] | None = None
     # (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
     # into weights, maybe on the meta device
     fold: Callable[..., Attention] | None = None
