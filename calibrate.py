@@ -236,15 +236,15 @@ def observe(model: Llama, batches: Iterable[Tensor], see: Callable[..., None]) -
 
 def full_passes(
     model: Llama,
-    windows: Collection[Tensor],
+    token_windows: Collection[Tensor],
     attend: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Next-token accuracy and perplexity of windows [S], each by one full pass: fp64 [2].
+    """Next-token accuracy and perplexity [2] fp64 of windows of tokens [S], each by one full pass.
 
     attend: what attends in the place of dense attention, as Llama.forward takes it."""
     device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64)
-    for window in windows:
+    for window in token_windows:
         window = window.to(device)
         hidden = model(window[None], attend)[0, :-1]  # [S - 1, dim]
         logits = model.output(hidden).float()  # [S - 1, V]
@@ -252,7 +252,7 @@ def full_passes(
         accuracy = (logits.argmax(-1) == labels).double().mean()
         loss = F.cross_entropy(logits, labels).double()
         sums += torch.stack((accuracy, loss)).cpu()
-    accuracy, loss = sums / len(windows)
+    accuracy, loss = sums / len(token_windows)
     return torch.stack((accuracy, loss.exp()))
 
 
@@ -340,8 +340,8 @@ def head_bases(
     """Singular values [L, H, D] and right singular vectors [L, H, D, D] of vectors of each head.
 
     vectors_of(layer, q, k, v) makes them, [n, H, D], of q [S, Hq, D] and k, v [S, Hkv, D] of each
-    window of tokens [N, S]. They are those of X^T X in fp64: of fp32 the rounding errors would be
-    larger than the small singular values."""
+    window of tokens [N, S]. They come from the eigendecomposition of X^T X, in fp64: in fp32 its
+    rounding errors would exceed the small singular values."""
     grams = [0] * model.config.n_layers
 
     def see(i: int, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -447,9 +447,9 @@ def report_loki(facts: dict[str, float]) -> str:
 
 # ------------------------------------------------------------------------------------------ EliteKV
 
-# RoPElite's sample (the paper: 2000 documents): so many windows, and so many query rows of each.
+# RoPElite's sample (the paper: 2000 documents): so many windows, and so many queries of each.
 ELITE_WINDOWS = 16
-ELITE_ROWS = 32
+ELITE_QUERIES = 32
 
 
 def rope_deltas(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -508,12 +508,12 @@ def contribution(q: Tensor, k: Tensor) -> Tensor:
 def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     """The pairs of each KV head, best first: [L, Hkv, D/2], from one pass over tokens [N, S].
 
-    "elite" is RoPElite's order, by the exact logits of ELITE_ROWS random queries of each window;
-    "contribution" the order by Contribution."""
+    "elite" is RoPElite's order, by the exact logits of ELITE_QUERIES random queries of each
+    window; "contribution" the order by Contribution."""
     c = model.config
     device = model.norm.weight.device
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_ROWS].to(device)
+    positions = torch.randperm(tokens.shape[1], generator=generator)[:ELITE_QUERIES].to(device)
     elite = []
     contributed = []
     progress = ProgressLine("elite pairs, heads", c.n_layers * c.n_kv_heads)
@@ -522,7 +522,7 @@ def elite_orders(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
         q = q.float().unflatten(-2, (c.n_kv_heads, -1))  # [N, S, Hkv, G, D]
         k = k.float()
         for h in range(c.n_kv_heads):
-            deltas = rope_deltas(q[:, rows, h], k[:, :, h], rows, cos, sin)
+            deltas = rope_deltas(q[:, positions, h], k[:, :, h], positions, cos, sin)
             elite.append(ropelite(deltas))
             norms = contribution(q[:, :, h], k[:, :, h])
             contributed.append(norms.argsort(descending=True).cpu())
@@ -594,14 +594,14 @@ def elite_perplexity(
     model: Llama,
     size: tuple[int, int],
     artifact: dict[str, Tensor],
-    windows: Tensor,
+    tokens: Tensor,
 ) -> float:
-    """The perplexity of windows [N, S] when EliteKV has the size (r, d_ckv), without any training.
+    """The perplexity of tokens [N, S] when EliteKV has the size (r, d_ckv), without any training.
 
     It leaves the model as it was."""
     dense = [layer.attention for layer in model.layers]
     method_named("elitekv").fold_all(model, compress.EliteSettings(*size), artifact)
-    _, perplexity = full_passes(model, windows)
+    _, perplexity = full_passes(model, tokens)
     for layer, attention in zip(model.layers, dense, strict=True):
         layer.attention = attention
     return perplexity.item()

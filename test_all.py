@@ -3578,7 +3578,7 @@ def test_elite_orders_are_those_of_each_head_alone():
     q = q[:, :, 4 * head : 4 * head + 4]
     k = k[:, :, head]
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randperm(40, generator=generator)[: calibrate.ELITE_ROWS]
+    rows = torch.randperm(40, generator=generator)[: calibrate.ELITE_QUERIES]
     cos, sin = rope_tables(model.config, 40, CPU)
     elite = calibrate.ropelite(calibrate.rope_deltas(q[:, rows], k, rows, cos, sin))
     assert torch.equal(orders["elite"][layer, head], elite)
