@@ -1427,21 +1427,14 @@ class ShadowKvSettings:
     )
 
     def budget(self, max_seq_length: int) -> Budget:
-        """Outliers stand in the place of sinks."""
+        """Outliers stand in the place of sinks. Where not all fit, recent tokens come first, then
+        outliers, then what is selected."""
         layout = self.layout(max_seq_length)
-        # Where not all fit, recent tokens come first, then outliers, then what is selected:
-        # fit_budget knows these as recent tokens, selected ones and sinks.
-        fitted = fit_budget(
-            max_seq_length,
-            n_sinks=layout.n_selected,
-            n_selected=layout.n_outliers,
-            n_recent=layout.n_recent,
-        )
-        return Budget(
-            n_sinks=fitted.n_selected,
-            n_selected=fitted.n_sinks,
-            n_recent=fitted.n_recent,
-        )
+        S = max_seq_length
+        n_recent = min(layout.n_recent, S)
+        n_outliers = min(layout.n_outliers, S - n_recent)
+        n_selected = min(layout.n_selected, S - n_recent - n_outliers)
+        return Budget(n_sinks=n_outliers, n_selected=n_selected, n_recent=n_recent)
 
     def layout(self, max_seq_length: int) -> ShadowKvLayout:
         """Whole chunks, whose tokens are --keep in all. Where all tokens are attended, there is

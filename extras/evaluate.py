@@ -389,9 +389,9 @@ class Watched:
     step.
 
     It counts how many of the tokens attended are among as many tokens of the largest attention
-    weights, which are of a query head, or of all heads that share a selection. Sinks and recent
-    tokens count. sums [4]: NAMES, means over heads and rows, and 1, summed over steps (fp64; a CUDA
-    graph adds to them)."""
+    weights. Heads that share a selection are judged by the sum of their weights, and any other head
+    by its own. Sinks and recent tokens count. sums [4] over steps: of each of NAMES the mean over
+    heads and rows, then the number of steps (fp64; a CUDA graph adds to them)."""
 
     NAMES = ("attended", "recall", "mass")  # the first is a fraction of the length
 
@@ -405,7 +405,7 @@ class Watched:
         cache.select = self.select_and_see
 
     def __getattr__(self, name: str):
-        return getattr(self.cache, name)  # the ledger is the cache's own
+        return getattr(self.cache, name)  # bytes are counted without the keys beside it
 
     def prefill(self, row: int, start: int, q: Tensor, k: Tensor, *rest: Tensor) -> Tensor:
         self.sums.zero_()  # forgets what a graph's warm-up saw
@@ -437,11 +437,11 @@ class Watched:
 
         query = self.query.unflatten(1, (self.keys.shape[1], -1)).float()  # [B, Hkv, G, D]
         logits = query @ self.keys.float().transpose(-1, -2) * self.keys.shape[-1] ** -0.5
-        # as logarithms: none becomes 0
+        # In logarithms, since small weights would round to 0.
         weights = logits.masked_fill(age < 0, -torch.inf).log_softmax(-1)
         mass = (weights.exp() * chosen).sum(-1).mean()
 
-        # these select by their weights together
+        # Heads that share a selection are judged by the sum of their weights.
         shared = [dim for dim in (1, 2) if index.shape[dim] == 1]
         scores = weights.logsumexp(shared, keepdim=True) if shared else weights
         n = chosen.sum(-1)
@@ -458,7 +458,7 @@ class Watched:
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-STEP = 10  # tokens of a prompt that are read while one is decoded: about so, on a CPU
+STEP = 10  # what decoding one token costs in the progress bar, in prompt tokens
 
 # ------------------------------------------------------------------------------- a row of the table
 
