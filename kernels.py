@@ -545,33 +545,33 @@ def _block_queries_kernel(
     offset_ptr,  # [B, n, Hkv, G] fp32
     B,
     n,  # blocks
-    r_score,  # r*, the leading ranks that scores read
+    r_score,  # r*, the leading dims of a latent that scores read
     G: tl.constexpr,  # queries of a KV head
     D: tl.constexpr,
-    T: tl.constexpr,  # rows (of B * n * G) of a program
-    RB: tl.constexpr,  # ranks of a program
+    T: tl.constexpr,  # queries (of B * n * G) of a program
+    RB: tl.constexpr,  # dims of a program
 ):
     """query = q U and offset = q . mean, of each query head q turned back by the rotation of each
     block; U and mean are its KV head's parts of the basis and of the mean key.
 
-    A program has T of the B * n * G queries of a KV head, and RB of the r* ranks."""
+    A program has T of the B * n * G queries of a KV head, and RB of the r* dims."""
     h = tl.program_id(1).to(tl.int64)
     Hkv = tl.num_programs(1)
 
     # This KV head's part of the basis: weights, so they are read before the wait
     pair = tl.arange(0, _padded(D // 2, 16))
     inside = pair < D // 2
-    rank = tl.program_id(2) * RB + tl.arange(0, RB)
-    basis_at = basis_ptr + (h * D + pair[:, None]) * r_score + rank[None, :]
-    basis_mask = inside[:, None] & (rank < r_score)[None, :]
+    dim = tl.program_id(2) * RB + tl.arange(0, RB)
+    basis_at = basis_ptr + (h * D + pair[:, None]) * r_score + dim[None, :]
+    basis_mask = inside[:, None] & (dim < r_score)[None, :]
     basis_first = tl.load(basis_at, mask=basis_mask, other=0.0)
     basis_second = tl.load(basis_at + D // 2 * r_score, mask=basis_mask, other=0.0)
 
     # The rotations of this program's blocks
-    row = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
-    g = row % G
-    block = row // G % n
-    b = row // G // n
+    query_number = (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
+    g = query_number % G
+    block = query_number // G % n
+    b = query_number // G // n
     live = b < B
     mask = live[:, None] & inside[None, :]
     cos = tl.load(cos_ptr + block[:, None] * (D // 2) + pair[None, :], mask=mask, other=0.0)
@@ -586,21 +586,21 @@ def _block_queries_kernel(
     turned_first = first * cos + second * sin
     turned_second = second * cos - first * sin
 
-    # What the mean key adds, once for all ranks
-    out_row = ((b * n + block) * Hkv + h) * G + g
+    # What the mean key adds, once for all dims
+    out_number = ((b * n + block) * Hkv + h) * G + g
     if tl.program_id(2) == 0:
         mean_first = tl.load(mean_ptr + h * D + pair, mask=inside, other=0.0)[None, :]
         mean_second = tl.load(mean_ptr + h * D + D // 2 + pair, mask=inside, other=0.0)[None, :]
         offset = tl.sum(turned_first * mean_first + turned_second * mean_second, 1)
-        tl.store(offset_ptr + out_row, offset, mask=live)
+        tl.store(offset_ptr + out_number, offset, mask=live)
 
     query = tl.dot(turned_first.to(basis_first.dtype), basis_first, input_precision="ieee")
     query = tl.dot(turned_second.to(basis_first.dtype), basis_second, query, input_precision="ieee")
-    out_mask = live[:, None] & (rank < r_score)[None, :]
-    out_at = query_ptr + out_row[:, None] * r_score + rank[None, :]
-    if query_scale_ptr is not None:  # in codes: this program has all ranks
+    out_mask = live[:, None] & (dim < r_score)[None, :]
+    out_at = query_ptr + out_number[:, None] * r_score + dim[None, :]
+    if query_scale_ptr is not None:  # in codes: this program has all dims
         query, low, scale = _split_queries(query)
-        tl.store(query_scale_ptr + out_row, scale, mask=live)
+        tl.store(query_scale_ptr + out_number, scale, mask=live)
         tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
     tl.store(out_at, query.to(query_ptr.dtype.element_ty), mask=out_mask)
 
