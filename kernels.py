@@ -2344,10 +2344,11 @@ def _attend_plain_kernel(
     _wait_for_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
+    # A KV head of the row; where each query head has an index of its own, a query head
     p = tl.program_id(1)
     programs = tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    h = p * Hkv // programs
+    h = p * Hkv // programs  # its KV head
     first_head = (b * programs + p) * G
     pos = tl.load(pos_ptr + b)
     d = tl.arange(0, _padded(D, 16))
@@ -2362,7 +2363,7 @@ def _attend_plain_kernel(
     first = split * share
     stop = tl.minimum(first + share, tiles)
     if index_ptr is not None:
-        index_ptr += b * index_stride + p * sets // programs * n
+        index_ptr += b * index_stride + p * sets // programs * n  # its set of the index
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         offs = first * T + tl.arange(0, T)
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
@@ -2699,10 +2700,11 @@ def _attend_latents_kernel(
     _wait_for_previous()
     split = tl.program_id(0)
     splits = tl.num_programs(0)
+    # A KV head of the row; where each query head has an index of its own, a query head
     p = tl.program_id(1)
     programs = tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
-    h = p * Hkv // programs
+    h = p * Hkv // programs  # its KV head
     first_head = (b * programs + p) * G
     pos = tl.load(pos_ptr + b)
     CODED: tl.constexpr = latent_scale_ptr is not None
@@ -2728,7 +2730,7 @@ def _attend_latents_kernel(
     first = split * share
     stop = tl.minimum(first + share, tiles)
     if index_ptr is not None:
-        index_ptr += b * index_stride + p * sets // programs * n
+        index_ptr += b * index_stride + p * sets // programs * n  # its set of the index
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         offs = first * T + tl.arange(0, T)
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
