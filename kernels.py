@@ -4260,7 +4260,7 @@ class RaggedHead(NamedTuple):
     v_before: int  # and before its values
     work_before: int  # of one block of each head that comes first on the line
     work: int  # of a block, in 8s of numbers a token
-    widths: int  # which of ragged_widths its products have, by number
+    kind: int  # which of ragged_widths its products have, by number
 
 
 def product_widths(rank: int) -> tuple[int, int]:
@@ -4408,7 +4408,7 @@ def _attend_piece(
 def _attend_ragged_kernel(
     q_ptr,  # [B, Hkv, G, DQ] of the model's dtype
     packed_ptr,  # K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each, of q's dtype
-    table_ptr,  # [Hkv, 8] int32: RaggedHead
+    table_ptr,  # [Hkv, 8] int32: RaggedHead, a field a column
     pos_ptr,  # [B] int32
     out_ptr,  # [parts, G, DV] fp32
     lse_ptr,  # [parts, G] fp32
@@ -4443,6 +4443,8 @@ def _attend_ragged_kernel(
     share = tl.maximum(tl.cdiv(n_blocks * work_a_block, tl.num_programs(0)), most_work)
     work = program * share
     work_stop = tl.minimum(work + share, n_blocks * work_a_block)
+    # Columns of the table: 0 head, 1 d_qk, 2 d_v, 3 k_before, 4 v_before, 5 work_before, 6 work,
+    # 7 kind.
     head_number = tl.arange(0, HP)
     is_head = head_number < Hkv
     work_before = tl.load(table_ptr + head_number * 8 + 5, mask=is_head, other=0)
@@ -4471,7 +4473,7 @@ def _attend_ragged_kernel(
             own_end = tl.min(tl.where(row_end > block, row_end, 2147483647))
             own_length = tl.sum(tl.where(row_number == row, length, 0))
             stop_block = tl.minimum(own_end, last)
-            first = (block - row_begin) * 16
+            first = (block - row_begin) * 16  # RAGGED_BLOCK
             stop = tl.minimum((stop_block - row_begin) * 16, own_length)
             part = (program + i * B + row).to(tl.int64)
             row = row.to(tl.int64)
@@ -4506,7 +4508,7 @@ def _attend_ragged_kernel(
 def _merge_ragged_kernel(
     part_ptr,  # of _attend_ragged_kernel [parts, G, DV] fp32
     lse_ptr,  # [parts, G] fp32
-    table_ptr,  # [Hkv, 8] int32: RaggedHead
+    table_ptr,  # [Hkv, 8] int32: RaggedHead, a field a column
     pos_ptr,  # [B] int32
     out_ptr,  # [B, G * sum of d_v] of q's dtype: heads in the model's order
     B,
@@ -4524,7 +4526,7 @@ def _merge_ragged_kernel(
     """Joins the parts of a query. A program has some channels of one query of a row and head."""
     _wait_for_previous()
     _let_next_begin()
-    unit = tl.program_id(0)
+    unit = tl.program_id(0)  # i B + row, as parts are numbered
     g = tl.program_id(1)
     d = tl.program_id(2) * C + tl.arange(0, C)
     i = unit // B
@@ -4537,7 +4539,7 @@ def _merge_ragged_kernel(
     first = tl.sum(tl.where(row_number == row - 1, row_end, 0))
     stop = tl.sum(tl.where(row_number == row, row_end, 0))
     share = tl.maximum(tl.cdiv(n_blocks * work_a_block, programs), most_work)
-    begin = tl.load(table_ptr + i * 8 + 5) * n_blocks
+    begin = tl.load(table_ptr + i * 8 + 5) * n_blocks  # by its work_before
     own_work = tl.load(table_ptr + i * 8 + 6)
     first_program = (begin + first * own_work) // share
     last_program = (begin + (stop - 1) * own_work) // share
