@@ -4,11 +4,11 @@ The file goes from the simplest method to the hardest: the protocol of a cache, 
 Loki, KIVI, SALS, LRQK, EliteKV, FDC; then what calibration stores, and the table METHODS.
 
 A block goes from its paper to its cache: the settings; the paper's algorithm as one pure function
-of plain tensors (`sals_step`, ...), in which nothing is ours; where our default differs, the step
-that runs by default (`sals_step_ours`, `lrqk_step_ours`); what these need, with (ours) at what we
-changed; and the cache in the order of a request's life. A `*_step` gets q, k, v of the new token
-and `stored`, what is stored of the S - 1 tokens before it; it gives the output, the tokens attended
-if not all are, and what is stored now.
+of plain tensors (`sals_step`, ...), in which the little that is ours is marked; where our default
+differs, the step that runs by default (`sals_step_ours`, `lrqk_step_ours`); what these need, with
+(ours) at what we changed; and the cache in the order of a request's life. A `*_step` gets q, k, v
+of the new token and `stored`, what is stored of the S - 1 tokens before it; it gives the output,
+the tokens attended if not all are, and what is stored now.
 
 What lies in memory is a *store*, which owns its buffers. So the measured size of a cache is the sum
 of its buffers, and nothing here only masks. A cache hands stores and an index of tokens to an

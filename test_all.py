@@ -2744,6 +2744,10 @@ def test_group_scores_rank_weights_that_underflow():
     live = torch.ones(1, 3, dtype=torch.bool)
     scores = kernels.group_scores(logits, live)
     assert scores[0, 0].argsort().tolist() == [1, 2, 0]
+    # By logits the second head would drown the first. By weights it gives each token a third.
+    logits = torch.tensor([[0.0, -500.0, -400.0], [100.0, 100.0, 100.0]]).view(1, 1, 2, 3)
+    scores = kernels.group_scores(logits, live)
+    assert torch.allclose(scores[0, 0].exp(), torch.tensor([1.0, 1 / 3, 1 / 3]))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -7791,7 +7795,7 @@ def test_the_names_in_the_docs_are_in_the_code():
             assert re.search(rf"\b{attribute}\b", code), f"{name}.{attribute}"
 
 
-def test_the_page_about_the_code_has_all_of_sals_step_ours():
+def test_the_page_about_the_code_has_the_whole_step_of_sals():
     """Its pieces of code in docs/code.md, one behind the other, are the function, except for the
     docstring. And what each visit of a request is called there is a function or a method."""
     text = (ROOT / "docs" / "code.md").read_text()
