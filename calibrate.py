@@ -839,7 +839,7 @@ def fits_of(method: str) -> dict[str, str]:
         if row.fit:
             fits[row.artifact] = row.fit
     if not fits:
-        raise UserError(f"{method} needs no calibration")
+        raise UserError(f"{method} needs no fit; run it by generate.py --method {method}")
     return fits
 
 
@@ -982,7 +982,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     fit = add_command(commands, "fit", run_fit)
     generate.add_model_options(fit)
     add_text_options(fit)
-    method = "sals, loki, elitekv, fdc or another that needs a fit; or all that do"
+    method = "sals, loki, elitekv, fdc or another method that needs a fit; 'all' fits every one"
     fit.option("--method", fits_of, None, method, required=True, dest="fits", metavar="METHOD")
     max_rank = "sals: the largest --rank that can be chosen later, a fraction of the key dims"
     fit.option("--max_rank", fraction, 0.625, max_rank, metavar="FRACTION")

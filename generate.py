@@ -491,7 +491,8 @@ def check_lengths(
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < config.vocab_size:
                 vocabulary = f"the model's vocabulary of {config.vocab_size}"
-                raise UserError(f"token id {wrong} is outside {vocabulary}: another's tokenizer?")
+                fault = f"token id {wrong} is outside {vocabulary}"
+                raise UserError(f"{fault}; is the tokenizer another model's?")
     if max_seq_length is None:
         check_capacity(longest, config)
         return longest
@@ -979,7 +980,7 @@ def saved_facts(path: Path) -> SavedFacts:
 def facts_of(metadata: dict[str, str], path: Path) -> SavedFacts:
     """The facts in the metadata of a file of `LLM.save`. UserError if they are of no rows."""
     if "rows" not in metadata:
-        raise UserError(f"{path}: this is no saved cache; give a file of --save_cache")
+        raise UserError(f"{path}: this is not a saved cache; give a file of --save_cache")
     facts = SavedFacts(*json.loads(metadata["rows"]))
     if not facts.lengths:
         raise UserError(f"{path}: there is no row in it; save it again, after a prompt")
@@ -1001,9 +1002,10 @@ def memory_error_in(error: BaseException | None) -> torch.OutOfMemoryError | Non
     return error
 
 
-def forgets_later_tokens(cache: compress.Cache) -> bool:
-    """Whether a cache can go back by its position alone: a dense one of plain keys and values. (Of
-    codes the last token could not be read again as at first, over keys that had none yet.)"""
+def can_go_back_by_position(cache: compress.Cache) -> bool:
+    """Whether a cache can go back by its position alone, as a dense one of plain keys and values
+    can. With codes it cannot: the last token, read again, would attend the codes of the tokens
+    before it, where at its first reading it attended their exact keys and values."""
     if type(cache) is not compress.DenseCache:
         return False
     return type(cache.keys) is type(cache.values) is compress.TokenStore
@@ -1177,7 +1179,7 @@ class LLM:
         `generate`."""
         request = new_request(max_new_tokens, temperature, top_k, top_p, ignore_eos, one_line=True)
         if not self.token_ids or not self.token_ids[0]:
-            raise UserError("nothing was read that could be asked about; prefill or load it first")
+            raise UserError("row 0 is empty; prefill or load what the questions are about")
         is_one = isinstance(questions, str)
         if is_one:
             questions = [questions]
@@ -1241,7 +1243,7 @@ class LLM:
 
         # The last token of each row is always read again, since its logits are wanted.
         lengths = [max(0, len(ids) - 1) for ids in self.token_ids]
-        can_go_back = all(forgets_later_tokens(cache) for cache in engine.caches)
+        can_go_back = all(can_go_back_by_position(cache) for cache in engine.caches)
         for length, held in zip(lengths, engine.pos.tolist(), strict=True):
             if held < length:  # an idle row, whose cache no longer has what its ids say
                 can_go_back = False
@@ -1313,7 +1315,7 @@ class LLM:
                 # A budget that is a fraction of max_seq_length makes tensors of other shapes.
                 if saved is None or saved.shape != x.shape:
                     was = f"saved with --max_seq_length {facts.max_seq_length}"
-                    fault = f"{was}, for which the budget is not that of {capacity}"
+                    fault = f"{was}, for which the budget differs from that of {capacity}"
                     remedy = f"give --max_seq_length {facts.max_seq_length}"
                     if longest + room > facts.max_seq_length:  # what is to follow would not fit
                         remedy = f"save it again with --max_seq_length {capacity}"
@@ -1661,22 +1663,23 @@ def add_settings(parser: Parser, method: str) -> None:
         f"settings of --method {method}", settings_class.__doc__, argument_default=argparse.SUPPRESS
     )
     for f in dataclasses.fields(settings_class):
+        default = f.default
         if f.type is bool:
             default = "on" if f.default else "off"
-            how_to_read = {"action": argparse.BooleanOptionalAction}
-        else:
-            default = f.default
-            how_to_read = {"type": f.type}
         in_paper = ""
         if f.name in in_papers:
             in_paper = f"; paper {in_papers[f.name]}"
         about = f"{f.metadata['help']} (default {default}{in_paper})".replace("%", "%%")
-        group.add_argument(f"--{f.name}", choices=f.metadata["choices"], help=about, **how_to_read)
+        option = f"--{f.name}"
+        if f.type is bool:
+            group.add_argument(option, action=argparse.BooleanOptionalAction, help=about)
+        else:
+            group.add_argument(option, type=f.type, choices=f.metadata["choices"], help=about)
 
 
 def add_device_option(parser: Parser) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    about = "what runs the model: without this option cuda, if there is one"
+    about = "the device that runs the model; cuda is the default if torch sees a GPU"
     parser.option("--device", str, device, about, choices=DEVICES)
 
 
@@ -1690,22 +1693,26 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_weights_option(parser: Parser) -> None:
-    parser.option("--weights", str, None, "weights of the linear layers in 8 bits", choices=WEIGHTS)
+    about = "store the weights of the linear layers in 8 bits (default: in --dtype)"
+    parser.option("--weights", str, None, about, choices=WEIGHTS)
 
 
 def add_engine_options(parser: Parser) -> None:
     yes_or_no = argparse.BooleanOptionalAction
     parser.flag("--compile", "compile the step (default: on CUDA)", yes_or_no)
-    parser.flag("--kernels", "Triton kernels, or PyTorch (default: on CUDA)", yes_or_no)
+    about = "run operations as Triton kernels, rather than in PyTorch (default: on CUDA)"
+    parser.flag("--kernels", about, yes_or_no)
 
 
 def add_sampling_options(parser: Parser) -> None:
     parser.option("--max_new_tokens", whole(1), 100, "tokens to make for each prompt")
     parser.option("--temperature", limited("temperature"), 0.0, "0 is greedy")
     parser.option("--top_k", limited("top_k"), 0, "sample among the k likeliest tokens; 0: all")
-    about = "sample among the tokens that hold this probability"
+    about = "sample among the likeliest tokens that together have this probability"
     parser.option("--top_p", limited("top_p"), 1.0, about)
-    parser.option("--seed", limited("seed"), 0, "of sampling, random prompts and random weights")
+    parser.option(
+        "--seed", limited("seed"), 0, "seed of sampling, random prompts and random weights"
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict:
@@ -1719,7 +1726,7 @@ def sampling_options(args: argparse.Namespace) -> dict:
 
 
 def add_chat_options(parser: Parser) -> None:
-    parser.flag("--chat", "wrap prompts as the model's chats are, by its own template")
+    parser.flag("--chat", "write each prompt as a chat message, by the model's own template")
     about = "a system message for the chat; it implies --chat"
     parser.option("--system", str, "", about, metavar="TEXT")
 
@@ -1732,7 +1739,8 @@ def parser_of_methods(doc: str, argv: list[str]) -> Parser:
     if "-h" in argv or "--help" in argv:
         description += "\n\nmethods:"
         for name in compress.method_names():
-            description += f"\n  {name:13}{method_named(name).settings.__doc__}"
+            about = " ".join(method_named(name).settings.__doc__.split())
+            description += f"\n  {name:13}{about}"
     parser = Parser(description=description, epilog=epilog)
     parser.option("--method", str, "dense", "what the cache stores; its settings appear below")
     # The method decides which settings exist, so a small parser reads it before all else.
@@ -1754,23 +1762,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = parser_of_methods(__doc__, argv)
     add_model_options(parser)
     add_weights_option(parser)
-    parser.option("--random_weights", str, None, "of this shape, to time a step", choices=SHAPES)
+    about = "use random weights of this model's shape, to time a step"
+    parser.option("--random_weights", str, None, about, choices=SHAPES)
     parser.flag("--json", "print the report as one JSON object, the last line of stdout")
     about = "text, a file, stdin, or N random tokens; repeat it for a batch"
     about += " (default: the folder's demo.txt)"
     parser.option("--prompt", str, [], about, action="append", metavar="TEXT|@FILE|-|N")
-    about = "a question after it, answered in a line; repeat it"
-    parser.option("--ask", str, [], about, action="append")
-    about = "rows; prompts, or --ask, are repeated to fill them"
+    about = "a question about the prompt, answered in one line; repeat it for more questions"
+    parser.option("--ask", str, [], about, action="append", metavar="QUESTION")
+    about = "rows of the cache; fewer prompts (or questions) are repeated to fill it"
     parser.option("--batch_size", limited("batch_size"), None, about)
-    about = "writes the cache of the prompt, once read"
+    about = "write the prompt's cache to this file once it has been read"
     parser.option("--save_cache", Path, None, about, metavar="FILE")
-    about = "goes on after such a prompt: no --prompt then"
+    about = "continue from a file of --save_cache, in place of --prompt"
     parser.option("--load_cache", Path, None, about, metavar="FILE")
     add_chat_options(parser)
     add_sampling_options(parser)
     parser.flag("--ignore_eos", "always make max_new_tokens tokens")
-    about = "tokens that a row can hold (default: the prompts' need)"
+    about = "tokens that a row can hold (default: what the prompts need)"
     parser.option("--max_seq_length", limited("max_seq_length"), None, about)
     add_engine_options(parser)
     args = parser.parse_args(argv)
@@ -1783,7 +1792,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.random_weights and args.checkpoint != NANO:
         parser.error("give --random_weights or --checkpoint, not both")
     if args.batch_size and args.batch_size < len(args.prompt):
-        parser.error("--batch_size is at least the number of prompts")
+        parser.error("--batch_size must be at least the number of prompts")
     if args.ask and len(args.prompt) > 1:
         parser.error("--ask takes one --prompt")
     if args.load_cache and args.prompt:
@@ -1791,7 +1800,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.chat and (args.ask or not args.prompt):
         parser.error("--chat needs a --prompt, and takes no --ask")
     if args.save_cache:
-        compress.written_file(args.save_cache)  # says now what is no file, not after the prompt
+        compress.written_file(args.save_cache)  # refuses a wrong path now, not after the prompt
     return args
 
 
@@ -1818,7 +1827,7 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
         asks = asks or [f"Question:{text}".rstrip("\n") for text in questions]
     rows = args.batch_size or 1
     if rows > 1 and rows < len(asks):  # one row answers them one after another
-        raise UserError(f"--batch_size is at least the number of questions, {len(asks)}")
+        raise UserError(f"--batch_size must be at least the number of questions, {len(asks)}")
 
     prompts = []
     for i, text in enumerate(texts):

@@ -449,7 +449,7 @@ def read_json(path: Path) -> dict:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid JSON; download it again ({error})") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: no JSON object; download it again")
+        raise UserError(f"{path}: not a JSON object; download it again")
     return data
 
 

@@ -1817,7 +1817,7 @@ BAD_TOKENIZERS = [  # the files of a folder, what the error says
     ({"tokenizer.model": "YQ== 0\nYg==\n"}, NOT_VALID),
     ({"tokenizer.model": CUT_OFF}, NOT_VALID),
     ({"tokenizer.model": ""}, "tokenizer.model: an empty file; download it again"),
-    ({"tokenizer.json": "[]"}, ": no JSON object; download it again"),
+    ({"tokenizer.json": "[]"}, ": not a JSON object; download it again"),
     ({"tokenizer.json": GOOD[:-9]}, "tokenizer.json: not valid JSON; download"),
     ({"tokenizer.json": NOT_BYTES}, "tokenizer.json: not valid JSON; download"),
     (
@@ -6247,7 +6247,7 @@ def put_the_artifact_of_another_model(folder: Path) -> None:
 DAMAGE = [  # what is done to the folder, and what the error says
     (lambda f: (f / "config.json").unlink(), "no config.json"),
     (lambda f: truncate(f / "config.json"), "config.json: not valid JSON"),
-    (write_a_list_as_config, "config.json: no JSON object"),
+    (write_a_list_as_config, "config.json: not a JSON object"),
     (
         lambda f: drop_key(f / "config.json", "rms_norm_eps"),
         "not a usable config; it lacks 'rms_norm_eps'",

@@ -23,7 +23,7 @@ HELP = """\
 /load FILE   go on with the conversation in a file
 /reset       forget this conversation, but not its system message
 /help        show these lines
-A line that shall begin with a slash needs a space before it."""
+To send a line that begins with a slash, put a space before it."""
 
 
 class Chat:
@@ -55,7 +55,8 @@ class Chat:
             self.history.append({"role": "system", "content": system})
         if not llm.engine:
             llm.build_engine(1)
-        self._token_ids([*self.history, {"role": "user", "content": "hello"}])  # has it a template?
+        # Raises UserError now if the model cannot write a prompt.
+        self._token_ids([*self.history, {"role": "user", "content": "hello"}])
 
     def say(self, line: str) -> Generator[str, None, None]:
         """The answer to one more line, piece by piece.
@@ -139,7 +140,7 @@ class Chat:
         """Writes the history and the cache to a file; OSError where it cannot be."""
         self._end_answer()
         if not self.llm.token_ids[0]:
-            raise UserError("nothing was said yet that could be saved")
+            raise UserError("there is nothing to save yet; say something first")
         self.llm.save(path, note=self.history)
 
     def load(self, path: Path) -> None:

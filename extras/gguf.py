@@ -52,9 +52,17 @@ GGUF_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 # llama.cpp's names of how text is cut: by each pattern in turn
 GGUF_SPLITS = {
     "gpt-2": [GPT2_SPLIT],
-    **dict.fromkeys(("smollm", "starcoder", "refact"), [r"\p{N}", GPT2_SPLIT]),
-    **dict.fromkeys((*GGUF_WHOLE_WORDS, "smaug-bpe", "dbrx"), [LLAMA3_SPLIT]),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), [QWEN2_SPLIT]),
+    "smollm": [r"\p{N}", GPT2_SPLIT],
+    "starcoder": [r"\p{N}", GPT2_SPLIT],
+    "refact": [r"\p{N}", GPT2_SPLIT],
+    "llama-bpe": [LLAMA3_SPLIT],
+    "llama3": [LLAMA3_SPLIT],
+    "llama-v3": [LLAMA3_SPLIT],
+    "falcon3": [LLAMA3_SPLIT],
+    "smaug-bpe": [LLAMA3_SPLIT],
+    "dbrx": [LLAMA3_SPLIT],
+    "qwen2": [QWEN2_SPLIT],
+    "deepseek-r1-qwen": [QWEN2_SPLIT],
     "tekken": [TEKKEN_SPLIT],
 }
 GGUF_IDS = {  # names in config.json, less "_token_id", and in a GGUF file
@@ -149,9 +157,8 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
             given[name] = value
     kind = given.pop("type", "linear")
     given.pop("finetuned", None)
-    if "factor" not in given:
-        given["factor"] = values.get("rope.scale_linear")  # its old name
-    given["factor"] = given["factor"] or 1.0
+    old_factor = values.get("rope.scale_linear")  # its older name
+    given["factor"] = given.get("factor", old_factor) or 1.0
     if kind in ("linear", "yarn") and given["factor"] == 1:
         kind = "none"
 
@@ -160,20 +167,25 @@ def gguf_rope(values: dict, tensors: dict, head_dim: int) -> dict | None:
         data = tensors.pop("rope_freqs.weight").data
         factors = torch.from_numpy(np.array(data, np.float64))
         rope = llama3_rope(factors, values["rope.freq_base"], head_dim)
-        if kind == "none" and rope is not None:
-            return rope
-        kind = "by rope_freqs.weight"
+        if kind != "none" or rope is None:
+            raise unsupported_rope("by rope_freqs.weight", given)
+        return rope
 
     if kind == "none" and "attn_factor" not in given:
         return None
     is_known = kind in ("linear", "yarn") and given.keys() <= GGUF_ROPE.keys()
     if not is_known or not min(given.values()) > 0:
-        fault = f"RoPE scaling {kind} with {given} is not supported"
-        raise UserError(f"{fault}; linear, yarn and llama3 are")
+        raise unsupported_rope(kind, given)
     scaling = {"rope_type": kind}
     for name, value in given.items():
         scaling[GGUF_ROPE[name]] = value
     return scaling
+
+
+def unsupported_rope(kind: str, given: dict) -> UserError:
+    """The error for a scaling of RoPE that is not known here."""
+    fault = f"RoPE scaling {kind} with {given} is not supported"
+    return UserError(f"{fault}; linear, yarn and llama3 are")
 
 
 def llama3_rope(factors: Tensor, theta: float, head_dim: int) -> dict | None:
@@ -288,6 +300,9 @@ def safetensors_header(sources: dict[str, Source], dtype: torch.dtype) -> tuple[
     return len(text).to_bytes(8, "little") + text, start
 
 
+PART_NUMBERS = 1 << 24  # so many numbers of a tensor are dequantised at once
+
+
 def dequantized_parts(source: Source, dtype: torch.dtype) -> Iterator[Tensor]:
     """A tensor's numbers, in order, at most some 16 million at a time. Raises UserError for numbers
     that are not finite."""
@@ -300,7 +315,7 @@ def dequantized_parts(source: Source, dtype: torch.dtype) -> Iterator[Tensor]:
         half = source.shape[0] // n_heads // 2
         pairs = data.reshape(n_heads, half, 2, -1)
         data = pairs.swapaxes(1, 2).reshape(data.shape)
-    n_parts = -(-math.prod(source.shape) >> 24)
+    n_parts = math.ceil(math.prod(source.shape) / PART_NUMBERS)
     for rows in np.array_split(data, n_parts):
         part = torch.from_numpy(np.array(dequantize(rows, tensor.tensor_type))).to(dtype)
         if not part.isfinite().all():

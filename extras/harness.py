@@ -124,7 +124,7 @@ def batches(requests: list[Request], size: int) -> Iterator[list[int]]:
 
 def longest_text(args: argparse.Namespace, c: ModelConfig) -> int:
     """Tokens to which a text is cut: what the model takes, or fewer by --max_length."""
-    longest = min(c.max_positions, c.sliding_window or c.max_positions)
+    longest = generate.most_tokens(c)
     return min(args.max_length or longest, longest)
 
 
@@ -142,8 +142,8 @@ def generation_options(request: object, longest: int) -> tuple[int, tuple[str, .
         is_of_sampling = name in ("temperature", "top_p", "top_k")
         if not is_greedy and not is_of_sampling:
             other[name] = value
-    if most >= longest:
-        other = other or {"max_gen_toks": most}
+    if most >= longest and not other:
+        other = {"max_gen_toks": most}
     if other:
         raise UserError(
             f"{request.task_name}: {other} is not supported; "
@@ -223,8 +223,10 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
             for request in requests:
                 most, until = generation_options(request, longest)
                 ids = self.tok_encode(request.args[0])
-                n_cut += len(ids) > longest - most
-                ids = ids[most - longest :] or [self.prefix_token_id]
+                room = longest - most
+                if len(ids) > room:
+                    n_cut += 1
+                ids = ids[-room:] or [self.prefix_token_id]
                 asked.append(Request((most, until), len(ids) + most, ids))
             if n_cut:
                 note = f"note: {n_cut} of {len(asked)} prompts are cut on the left"
@@ -238,11 +240,11 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
 
 
 def ruler_length(task: object) -> int | None:
-    """The tokens that RULER makes the texts of a task of. None for other tasks."""
-    for doc in task.eval_docs:
-        if {"input", "outputs", "length", "max_length"} <= doc.keys():
-            return doc["max_length"]
-        return None
+    """How many tokens RULER's texts have in this task; None if it is not one of RULER's."""
+    first = next(iter(task.eval_docs), None)
+    if first is not None and {"input", "outputs", "length", "max_length"} <= first.keys():
+        return first["max_length"]
+    return None
 
 
 def load_tasks(args: argparse.Namespace, manager: object) -> tuple[list, list]:

@@ -4,7 +4,7 @@ int8`.
 A decode step reads every weight once, so with half of the bytes a step of few rows takes less time
 (docs/results.md has the figures). `build` stands in for model.build: it quantises each layer as
 soon as the layer has its weights, and in them what the method folds, so that no more than one layer
-is ever there in 16 bits. In the kernels' block linear_int8_reference is the truth, _linear_kernel
+is ever there in 16 bits. Below, linear_int8_reference defines the product, _linear_kernel
 multiplies few rows by the codes, and many rows get a weight that _dequantize_kernel makes of them.
 """
 
@@ -101,22 +101,23 @@ def build(
 
 
 def linear_int8_reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """What linear_int8 says, in PyTorch.
+    """What linear_int8 computes, in PyTorch: x [..., K] * (codes [N, K] * scale [N])^T + bias.
 
-    A CPU multiplies in bf16, which holds the codes exactly: few rows read them as they are, and so
-    do many where there may be no instructions for bf16. PyTorch's product of these reads 16 codes
-    at a time."""
+    A CPU multiplies in bf16, which holds the codes exactly. Few rows multiply by the codes
+    themselves; many rows do so only on a CPU without instructions for bf16."""
     if x.device.type != "cpu":
         return F.linear(x, codes * scale.to(x.dtype)[:, None], bias)
     rows = x.flatten(0, -2).bfloat16()
-    if (
-        codes.shape[1] % 16
-        or len(rows) > 32
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    ):
-        y = F.linear(rows, codes.bfloat16()) * scale
-    else:
+    if codes.shape[1] % 16 != 0:  # PyTorch's product reads 16 codes at a time
+        reads_codes = False
+    elif len(rows) <= 32:
+        reads_codes = True
+    else:  # bf16 is faster for many rows, where the CPU has instructions for it
+        reads_codes = torch.backends.cpu.get_cpu_capability() != "AVX512"
+    if reads_codes:
         y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
+    else:
+        y = F.linear(rows, codes.bfloat16()) * scale
     y = y.view(*x.shape[:-1], -1).to(x.dtype)
     return y if bias is None else y + bias
 
@@ -129,8 +130,12 @@ def linear_config(M: int, N: int, itemsize: int) -> tuple[int, int, int, int]:
     come in fewer waves."""
     if M == 1:
         return 1, 8, 1024, 3
-    MP, BK = min(power2(M, 16), 32), 512 // itemsize
-    return (MP, 64, BK, 3) if N > 8192 else (MP, 32, BK, 5 if MP == 16 else 3)
+    MP = min(power2(M, 16), 32)
+    BK = 512 // itemsize
+    if N > 8192:
+        return MP, 64, BK, 3
+    tiles_in_flight = 5 if MP == 16 else 3
+    return MP, 32, BK, tiles_in_flight
 
 
 @jit
@@ -178,7 +183,8 @@ def _linear_kernel(
 @jit
 def _dequantize_kernel(codes_p, scale_p, weight_p, K, BK: tl.constexpr):
     """weight [N, K] = codes [N, K] * scale [N]."""
-    n, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK + tl.arange(0, BK)
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
     codes = tl.load(codes_p + n * K + k, mask=k < K, other=0)
     weight = codes.to(tl.float32) * tl.load(scale_p + n).to(tl.float32)
     tl.store(weight_p + n * K + k, weight.to(weight_p.dtype.element_ty), mask=k < K)

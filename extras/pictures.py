@@ -218,6 +218,25 @@ def pixels(points: float) -> float:
     return points * DPI / 72
 
 
+class Place(NamedTuple):
+    """Where a label may stand beside its point."""
+
+    cost: float  # of the place itself, without the other labels
+    distance: float  # points between the text and the label's point
+    left: float  # the text's lower left corner, in pixels from the point
+    bottom: float
+    box: object  # matplotlib's Bbox of the text, in pixels of the figure
+
+
+def cheapest_place(places: list[Place], other_boxes: list) -> Place:
+    """The place that costs least together with what it covers of the other labels."""
+
+    def total_cost(place: Place) -> float:
+        return place.cost + 15 * sum(shared_area(place.box, box) for box in other_boxes)
+
+    return min(places, key=total_cost)
+
+
 def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) -> None:
     """Writes each label beside its point, where it covers least of other labels and of the points
     of `avoid`. A label that has to stand apart gets a thin line to its point.
@@ -258,26 +277,22 @@ def place_labels(axis, labels: list[Label], avoid: list[tuple[float, float]]) ->
                 cost = 20 * outside + 10 * covered + pixels(distance)
                 if any(apart(box, point) < apart(box, (x, y)) for point in points):
                     cost += MISTAKEN
-                own_places.append((cost, distance, left, bottom, box))
+                own_places.append(Place(cost, distance, left, bottom, box))
         places.append(own_places)
 
     # 2. Choose, label after label. Then choose again, as the others now stand.
     chosen = {}
     for _ in range(4):
         for i, own_places in enumerate(places):
-            others = [place[-1] for j, place in chosen.items() if j != i]
-
-            def cost(place, others=others):
-                return place[0] + 15 * sum(shared_area(place[-1], box) for box in others)
-
-            chosen[i] = min(own_places, key=cost)
+            other_boxes = [place.box for j, place in chosen.items() if j != i]
+            chosen[i] = cheapest_place(own_places, other_boxes)
 
     # 3. Move them there.
     for i, label in enumerate(labels):
-        _, distance, left, bottom, box = chosen[i]
-        texts[i].set_position((left * 72 / DPI, bottom * 72 / DPI))
-        if distance > DISTANCES[1]:
-            start = axis.transData.inverted().transform(nearest(box, points[i]))
+        place = chosen[i]
+        texts[i].set_position((place.left * 72 / DPI, place.bottom * 72 / DPI))
+        if place.distance > DISTANCES[1]:
+            start = axis.transData.inverted().transform(nearest(place.box, points[i]))
             axis.plot([start[0], label.x], [start[1], label.y], color="0.6", lw=0.5, zorder=1)
 
 

@@ -2222,7 +2222,7 @@ def test_commands_save_load_and_reset_and_refuse_in_one_line(cli, folder, tmp_pa
     _, again, err = cli(talk, stdin="who is it\n/reset\nhello\n")
     assert again.endswith(once) and "\n0 tokens held in 0 B, 0% of dense\n" in err
     assert errors("/save x\n/save\n/fly\n/reset now\n") == [
-        "nothing was said yet that could be saved",
+        "there is nothing to save yet; say something first",
         "write /save FILE",
         "there is no command /fly; /help lists them",
     ]
@@ -4087,7 +4087,7 @@ def test_a_crop_to_what_is_there_changes_nothing_and_to_nothing_is_refused():
         batch.crop(n)
         assert batch.cache.lengths == [20, 9]
     for n in (0, -20, -21):
-        with pytest.raises(UserError, match=r"leaves none, or all; use reset\(\)"):
+        with pytest.raises(UserError, match=r"leaves none; keep 1 .* by reset\(\)"):
             batch.crop(n)
 
 

@@ -117,11 +117,12 @@ def repeating_document(
 
 def in_random_turns(rng: random.Random, groups: list[list]) -> list:
     """The items of all groups, mixed at random; those of one group stay in their order."""
-    turns = []
-    for group in groups:
-        turns += [iter(group)] * len(group)
+    turns = []  # numbers of the groups
+    for i, group in enumerate(groups):
+        turns += [i] * len(group)
     rng.shuffle(turns)
-    return [next(group) for group in turns]
+    iterators = [iter(group) for group in groups]
+    return [next(iterators[i]) for i in turns]
 
 
 def retrieval_document(
@@ -353,8 +354,8 @@ def make_optimizer(model: Llama, lr: float) -> torch.optim.AdamW:
 
 
 def learning_rate(peak: float, done: int, total: int) -> float:
-    """Of the step after `done` of `total` steps: it warms up for a tenth of them, or 200 steps, and
-    falls by a cosine to a tenth of the peak."""
+    """Of the step after `done` of `total` steps: it warms up for a tenth of them, at most 200,
+    and falls by a cosine to a tenth of the peak."""
     warm_up_steps = max(1, min(200, total // 10))
     warm_up = min(1.0, (done + 1) / warm_up_steps)
     decay = 0.1 + 0.45 * (1 + math.cos(math.pi * done / total))
@@ -547,8 +548,8 @@ def train_model(
 
         # 5. Keep the state, still safe from interrupts.
         if not all(p.isfinite().all() for p in model.parameters()):
-            fault = f"the weights are no numbers after step {done}"
-            raise UserError(f"{fault}; nothing is saved: lower --lr")
+            fault = f"the weights are not finite after step {done}"
+            raise UserError(f"{fault}; nothing is saved; lower --lr")
         if state and done:
             save_state(state, model, optimizer, done)
     return done >= total
@@ -700,7 +701,7 @@ def run_training(args: argparse.Namespace) -> None:
     teacher = load_model(args.source, device, dtype) if args.distill else None
 
     # 3. Train.
-    done = train_model(
+    is_finished = train_model(
         model.to(device),
         hay,
         stages,
@@ -722,7 +723,12 @@ def run_training(args: argparse.Namespace) -> None:
             with replacing(args.out, "tokenizer") as partial_folder:
                 shutil.copy(tokenizer_folder / "tokenizer.model", partial_folder)
         save_checkpoint(model, args.out)
-    print("finished" if done else "not finished: the same command goes on, if it had a --state")
+    if is_finished:
+        print("finished")
+    elif args.state:
+        print("not finished; run the same command again to go on")
+    else:
+        print("not finished; without --state the next run begins anew")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -213,7 +213,8 @@ class CompressedCache(transformers.Cache):
             return
         kept = n if n > 0 else self.seen + n
         if n == 0 or kept < 1:
-            raise UserError(f"crop({n}) of {self.seen} columns leaves none, or all; use reset()")
+            fault = f"crop({n}) of {self.seen} columns leaves none"
+            raise UserError(f"{fault}; keep 1 of them at least, or forget all by reset()")
         removed = self.seen - kept
         lengths = [max(0, length - removed) for length in self.lengths]
         if removed > 0 and not self.goes_back_anywhere():
