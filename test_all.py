@@ -6953,7 +6953,7 @@ def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
 
 NEED_A_READING = [  # calls of an LLM that has read nothing, and what the error says
     (lambda llm: llm.report(), "nothing to report yet"),
-    (lambda llm: llm.ask(["who?"]), "prefill or load it first"),
+    (lambda llm: llm.ask(["who?"]), "prefill or load what the questions"),
     (lambda llm: llm.fork(0, 2), "holds nothing yet"),
     (lambda llm: llm.save("nowhere"), "holds nothing yet"),
 ]
