@@ -15,6 +15,7 @@ import csv
 import dataclasses
 import gc
 import math
+import os
 import re
 import subprocess
 import sys
@@ -79,11 +80,11 @@ class Row(NamedTuple):
             return cls(
                 label=label.strip(),
                 shape=shape.strip(),
-                sequences=0 if sequences == "max" else int(sequences),
-                tokens=int(tokens),
+                sequences=0 if sequences == "max" else whole(1)(sequences),
+                tokens=whole(1)(tokens.strip()),
                 options=options.strip(),
             )
-        except ValueError:
+        except (ValueError, argparse.ArgumentTypeError):
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
     def text(self) -> str:
@@ -1033,7 +1034,10 @@ def ragged_us(
     d_ranks: list[int], lengths: list[int], balanced: bool, device: torch.device
 ) -> float:
     """Microseconds in which kernels.launch_attend_ragged attends rows of these lengths, for four
-    query heads a KV head."""
+    query heads a KV head. UserError where there is no GPU."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
+    if device.type != "cuda" and not is_interpreted:
+        raise UserError("ragged times a Triton kernel, which needs a GPU")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks = [*d_ranks, *d_ranks]  # of keys, then of values
     B = len(lengths)

@@ -7,6 +7,7 @@ conversation. Under torchrun Ctrl-C ends the chat, too.
 """
 
 import argparse
+import io
 import signal
 import sys
 import threading
@@ -157,6 +158,9 @@ class Chat:
         if self.with_template and not history:
             raise UserError(f"{path} has a prompt but no conversation; load it without --chat")
         self.llm.load(path)
+        if not history:  # the prompt of generate.py: it stays, as a system message does
+            text = self.llm.tokenizer.decode(self.llm.token_ids[0])
+            history = [{"role": "system", "content": text}]
         self.history = history
 
     def reset(self) -> None:
@@ -226,6 +230,8 @@ def obey(chat: Chat, line: str) -> None:
             return
         else:
             raise UserError(f"there is no command {command}; /help lists them")
+    except ValueError as error:  # as of a name with a null character
+        raise UserError(f"{file!r}: {error}") from None
     except OSError as error:
         message = str(error)
         if error.strerror:  # otherwise it names the file itself
@@ -235,6 +241,9 @@ def obey(chat: Chat, line: str) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> None:
+    # A line that is not UTF-8 shall not end the chat.
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     llm = generate.llm_of(args, args.method, args.options)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     chat = Chat(llm, args.chat, args.system, args.max_new_tokens, sampling)

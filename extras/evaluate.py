@@ -598,8 +598,11 @@ def with_baseline(
         baseline = "dense"
         is_missing = weights is not None or candidates[0].label != "dense"
     if is_missing:
-        return [Candidate.parse(baseline), *candidates]
-    return candidates
+        candidates = [Candidate.parse(baseline), *candidates]
+    each_once = {}
+    for candidate in candidates:
+        each_once.setdefault(candidate.label, candidate)
+    return list(each_once.values())
 
 
 def check_candidates(

@@ -13,6 +13,7 @@ NAME.
 import argparse
 import csv
 import math
+import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -714,7 +715,8 @@ def fact_columns(rows: Table) -> list[str]:
     for column in dense:
         if column.startswith(tuple(TASKS)) and (optional_number(dense, column) or 0) > 0:
             columns.append(column)
-    lengths = [int(column.rpartition("_")[2]) for column in columns]
+    # evaluate writes "single 4096"; the tables of docs/ have "single_4096".
+    lengths = [int(re.search(r"\d+$", column)[0]) for column in columns]
     return [column for column, n in zip(columns, lengths, strict=True) if n == min(lengths)]
 
 
@@ -1277,19 +1279,28 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"no picture {name!r}; the pictures are: {', '.join(names)}")
     if args.picture:
         pictures = [picture for picture in pictures if picture.name in args.picture]
+    faults = []
     with ProgressLine("pictures", len(pictures)) as progress, rc_context(STYLE):
         for picture in pictures:
             missing = [s for s in picture.needs if not (folder / f"{s}.csv").is_file()]
             progress.clear()
             if missing:
                 print(f"{picture.name}: left out, as there is no {missing[0]}.csv", file=sys.stderr)
-            else:
+                progress.tick()
+                continue
+            try:
                 figure = draw_picture(picture, folder)
-                path = args.out / f"{picture.name}.png"
-                with replacing_file(path) as partial:
-                    figure.savefig(partial, format="png", metadata={"Software": None})
-                print(path)
+            except UserError as error:  # the others are drawn all the same
+                faults.append(str(error))
+                progress.tick()
+                continue
+            path = args.out / f"{picture.name}.png"
+            with replacing_file(path) as partial:
+                figure.savefig(partial, format="png", metadata={"Software": None})
+            print(path)
             progress.tick()
+    if faults:
+        raise UserError("; ".join(faults))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

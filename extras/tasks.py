@@ -26,6 +26,7 @@ cases whose outcome is not that of the dense model, are what its cache changed.
 
 import argparse
 import ast
+import dataclasses
 import doctest
 import hashlib
 import importlib.metadata
@@ -46,7 +47,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, get_origin
 
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import torch
@@ -63,7 +64,14 @@ from extras.evaluate import (
 )
 from extras.parallel import rank
 from generate import Chat, Engine, Parser, decode_tokens, encode_chat, whole
-from model import Tokenizer, UserError, load_config, load_tokenizer
+from model import (
+    Tokenizer,
+    UserError,
+    fingerprint,
+    load_config,
+    load_tokenizer,
+    weight_files,
+)
 
 CATEGORIES = ("simple_python", "multiple", "live_multiple")  # of the leaderboard
 PACKAGES = ("networkx", "sympy", "more_itertools")
@@ -810,7 +818,7 @@ def score_code(task: Task, text: str, time_limit: float = TIME_LIMIT) -> Verdict
 
 @lru_cache(None)
 def source_of_module(package: str, module: str) -> str:
-    inner = Path(*module.split(".")[1:])
+    inner = Path(*module.removeprefix(f"{package}.").split("."))
     path = package_folder(package) / inner.with_suffix(".py")
     if not path.is_file():
         return ""
@@ -885,6 +893,7 @@ class Answer:
     text: str
     n_tokens: int
     costs: dict[str, float]  # "bytes/token" and the like, of `ledger`
+    weights: str = ""  # the model's fingerprint, which older files do not have
 
 
 def read_json_lines(path: Path, kind: type) -> list:
@@ -892,10 +901,22 @@ def read_json_lines(path: Path, kind: type) -> list:
     objects = []
     for i, line in enumerate(generate.read_text(path).splitlines()):
         try:
-            objects.append(kind(**json.loads(line)))
+            x = kind(**json.loads(line))
         except (TypeError, ValueError):
-            raise UserError(f"{path}: line {i + 1} is no {kind.__name__.lower()}") from None
+            x = None
+        if x is None or not has_its_types(x):
+            raise UserError(f"{path}: line {i + 1} is no {kind.__name__.lower()}")
+        objects.append(x)
     return objects
+
+
+def has_its_types(x: object) -> bool:
+    """Whether the fields of a dataclass hold what they are declared as: text, a number, a list."""
+    for f in dataclasses.fields(x):
+        kind = get_origin(f.type) or f.type  # of list[int] it is list
+        if not isinstance(getattr(x, f.name), kind):
+            return False
+    return True
 
 
 def read_answers(path: Path, tasks: list[Task]) -> list[Answer]:
@@ -909,6 +930,18 @@ def read_answers(path: Path, tasks: list[Task]) -> list[Answer]:
             raise UserError(f"{fault}; use the file of tasks that it was made with, or a new one")
         answers.append(answer)
     return answers
+
+
+def check_weights(
+    answers: list[Answer], candidates: list[Candidate], args: argparse.Namespace
+) -> None:
+    """Raises UserError where the answers of a candidate's name are those of another model."""
+    for candidate in candidates:
+        weights = fingerprint(weight_files(candidate.folder or args.checkpoint))
+        for answer in answers:
+            if answer.method == candidate.label and answer.weights not in ("", weights):
+                fault = f"{args.out}: its answers of {answer.method} are another model's"
+                raise UserError(f"{fault}; give another --out")
 
 
 def drop_half_line(path: Path) -> None:
@@ -989,6 +1022,7 @@ def answer_tasks(
                     text=answer_text(tokenizer, task, ids),
                     n_tokens=len(ids),
                     costs=costs,
+                    weights=engine.model.fingerprint,
                 )
                 lines += json.dumps(asdict(answer)) + "\n"
             if rank() == 0:
@@ -1113,7 +1147,9 @@ def run_run(args: argparse.Namespace) -> None:
     drop_half_line(args.out)
     done = set()
     if args.out.is_file():
-        done = {(answer.method, answer.id) for answer in read_answers(args.out, tasks)}
+        answers = read_answers(args.out, tasks)
+        check_weights(answers, candidates, args)
+        done = {(answer.method, answer.id) for answer in answers}
     if args.limit:
         tasks = first_of_each(tasks, args.limit)
     check_candidates(candidates, args, {capacity: 1})

@@ -2067,6 +2067,33 @@ def test_a_conversation_is_one_prompt_of_its_turns_and_can_be_saved(as_chat, cli
     assert whole.replace("> > ", "> ") == "".join(f"> {text}\n" for text in answers) + "> \n"
 
 
+def test_a_prompt_that_was_loaded_stays_when_the_chat_forgets_turns(folder, tmp_path):
+    """As a system message does. Of generate.py's --save_cache, which has no conversation."""
+    document = "the river is green and the boat is old"
+    llm = generate.LLM(folder, device="cpu", max_seq_length=60)
+    llm.prefill(document)
+    llm.save(tmp_path / "doc.cache")
+    talk = started_chat(folder, context=60, n=4)
+    talk.load(tmp_path / "doc.cache")
+    n_said = 0
+    while len(talk.history) == 1 + 2 * n_said:  # until a turn is forgotten
+        list(talk.say("hello there"))
+        n_said += 1
+        assert n_said < 50
+    text = llm.tokenizer.decode(talk.llm.token_ids[0])
+    assert document in text
+
+
+def test_a_line_that_is_no_utf8_does_not_end_a_chat(folder):
+    said = b"hello\nabc \xe9\nagain\n/save a\0b\n"
+    command = ["-m", "extras.chat", "--checkpoint", str(folder), "--max_new_tokens", "3"]
+    done = subprocess.run(
+        [sys.executable, *command], input=said, capture_output=True, cwd=test_all.ROOT
+    )
+    assert done.returncode == 0 and done.stdout.count(b"> ") == 5
+    assert b"Traceback" not in done.stderr and b"null" in done.stderr
+
+
 @pytest.mark.parametrize("as_chat", ["", "--system brief"])
 def test_a_full_chat_forgets_its_oldest_turns(as_chat, cli, folder, monkeypatch):
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
@@ -2883,6 +2910,22 @@ def test_labels_are_moved_apart():
         assert pictures.shared_area(box, frame) == pytest.approx(box.width * box.height, rel=0.01)
         assert not any(pictures.shared_area(box, other) > 0 for other in boxes[i + 1 :])
     assert axis.texts[0].get_text() == "label 0"
+
+
+def test_facts_of_a_table_that_evaluate_wrote_are_found():
+    """Its columns have a space where those of docs/ have an underscore."""
+    for between in (" ", "_"):
+        row = {"method": "dense", f"single{between}300": "50", f"single{between}4096": "50"}
+        assert pictures.fact_columns([row]) == [f"single{between}300"]
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_stop_the_others(cli, tables, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tables / "steps.csv").write_text("model,batch,length,method,ms")
+    code, out, err = cli(f"pictures --tables {tables} --out {tmp_path}")
+    assert code != 0 and "steps.csv has no rows" in err
+    assert "drift.png" in out and (tmp_path / "drift.png").is_file()
+    assert not (tmp_path / "steps.png").exists()
 
 
 def test_a_label_is_nearest_to_its_own_mark():
@@ -4882,6 +4925,58 @@ def test_flips_and_errors_stand_in_the_table(cli, toy_tasks, tmp_path, monkeypat
     judged = [json.loads(verdict) for verdict in Path("verdicts.jsonl").read_text().splitlines()]
     assert [x["is_right"] for x in judged] == [text == right for x in texts.values() for text in x]
     assert judged[3]["reason"] == "4 of 4 examples fail"
+
+
+def test_answers_of_another_model_are_not_taken_for_this_ones(
+    cli, toy_tasks, chat_nano, tmp_path, monkeypatch
+):
+    """Though its tokens are the same. Answers that do not say whose they are count, as before."""
+    monkeypatch.chdir(tmp_path)
+    line = f"tasks run --checkpoint {chat_nano} --tasks tasks.jsonl --method dense --limit 1"
+    assert cli(f"{line} --out answers.jsonl")[0] == 0, cli.err
+    (first, *others) = tasks.read_answers(Path("answers.jsonl"), toy_tasks)
+    assert first.weights == load_model(chat_nano, CPU, torch.float32).fingerprint
+    for weights, is_refused in (("other", True), ("", False)):
+        first.weights = weights
+        tasks.write_lines(Path("answers.jsonl"), [first, *others])
+        code, _, err = cli(f"{line} --out answers.jsonl")
+        assert (code != 0) == is_refused
+        assert ("its answers of dense are another model's; give another --out" in err) == is_refused
+
+
+def test_lines_of_the_wrong_kinds_are_no_answers(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    good = dataclasses.asdict(tasks.Answer("dense", "a", "b", "text", 5, {}))
+    for change in ({"text": 5}, {"costs": None}, {"id": ["x"]}, {"n_tokens": "5"}):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(UserError, match="line 1 is no answer"):
+            tasks.read_json_lines(path, tasks.Answer)
+    path.write_text(json.dumps(good))
+    assert dataclasses.asdict(*tasks.read_json_lines(path, tasks.Answer)) == good
+
+
+def test_a_method_that_is_named_twice_has_one_row():
+    candidates = [evaluate.Candidate.parse(name) for name in ("kivi", "dense", "kivi")]
+    labels = [row.label for row in evaluate.with_baseline(candidates, None, is_uptrained=False)]
+    assert labels == ["dense", "kivi"]
+
+
+def test_the_losses_of_a_resumed_training_stand_once(tmp_path):
+    """Those of steps that are made again go; a file that is new has its header."""
+    path = tmp_path / "loss.csv"
+    path.write_text("tokens,loss\n8,3.5\n160,3.1\n")
+    train.LossLog(path, tokens_read=8)
+    assert path.read_text() == "tokens,loss\n8,3.5\n"
+    train.LossLog(tmp_path / "new.csv", tokens_read=8)
+    assert (tmp_path / "new.csv").read_text() == "tokens,loss\n"
+    train.LossLog(path, tokens_read=0)
+    assert path.read_text() == "tokens,loss\n"
+
+
+def test_rows_of_impossible_sizes_are_refused():
+    for text in ("a|nano|1|-5|--method dense", "a|nano|-2|64|--method dense", "a|nano|0|64|"):
+        with pytest.raises(UserError, match="write LABEL"):
+            bench.Row.parse(text)
 
 
 def test_tasks_of_something_else_are_refused(cli, toy_tasks, chat_nano, tmp_path, monkeypatch):

@@ -419,13 +419,21 @@ def ignore_interrupts(*_) -> None:
 class LossLog:
     """The losses of steps, of which every 20 steps the mean is printed, and written to a CSV."""
 
-    def __init__(self, path: Path | None, done: int):
+    def __init__(self, path: Path | None, tokens_read: int):
+        """tokens_read: by the steps before this run, whose lines stay in the file."""
         self.path = path
         self.recent = []  # losses since the last line
         self.started = time.time()
-        if path and not done:
+        if path:
+            lines = ["tokens,loss"]
+            if tokens_read and path.exists():
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    tokens = line.partition(",")[0]
+                    # A run that was killed may have written lines of steps that are made again.
+                    if tokens.isdigit() and int(tokens) <= tokens_read:
+                        lines.append(line)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("tokens,loss\n", encoding="utf-8")
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def add(self, loss: Tensor) -> None:
         """Adds a step's loss. It stays on the device: to read it would wait for the step."""
@@ -503,7 +511,7 @@ def train_model(
         plan += [stage] * stage.steps
     total = len(plan)
     tokens_read = sum(stage.batch * stage.length for stage in plan[:done])
-    losses = LossLog(log, done)
+    losses = LossLog(log, tokens_read)
     if done < total:
         batches = batch_loader(hay, plan, seed, done, workers, pin_memory=on_gpu)
     else:
