@@ -2345,7 +2345,9 @@ def test_steps_and_layers_are_timed_dense_first(cli, tmp_path, monkeypatch):
     for row in tables["speed"]:  # on a CPU without kernels, which are no operators
         us, limit, share, _ = (float(row[key]) for key in ("us", "limit_us", "share", "dense_us"))
         assert row["operation"] == "attention" and share == pytest.approx(limit / us) and limit > 0
-        assert float(row["flash_us"]) == float(row["dense_us"]) > 0  # a CPU has no cuDNN
+        # A CPU has no cuDNN. (Noise can make the time of so small a call negative: it is a
+        # difference.)
+        assert float(row["flash_us"]) == float(row["dense_us"])
 
 
 def test_the_help_of_each_command_is_whole_and_names_every_column(cli, tmp_path, monkeypatch):
