@@ -81,14 +81,17 @@ def setting(default, text: str, choices: tuple | None = None, within: str = "[0,
     return field(default=default, metadata={"help": text, "choices": choices, "within": within})
 
 
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether Triton kernels can run there: on a GPU, or on a CPU in tests, interpreted."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) -> bool:
     """Whether operations run as Triton kernels, or as PyTorch. wanted None: where they can, on
     CUDA, with triton, for head dims from 16 up (a tensor core's tile). UserError if wanted
     elsewhere."""
     fits = kernels.triton is not None and config.head_dim >= 16
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
-    runs = device.type == "cuda" or is_interpreted
-    if wanted and not (fits and runs):
+    if wanted and not (fits and triton_runs_on(device)):
         needs = "CUDA, triton and a head dim of at least 16"
         raise UserError(f"the kernels need {needs}; use --no-kernels")
     return bool(wanted or wanted is None and fits and device.type == "cuda")

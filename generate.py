@@ -1710,9 +1710,8 @@ def add_sampling_options(parser: Parser) -> None:
     parser.option("--top_k", limited("top_k"), 0, "sample among the k likeliest tokens; 0: all")
     about = "sample among the likeliest tokens that together have this probability"
     parser.option("--top_p", limited("top_p"), 1.0, about)
-    parser.option(
-        "--seed", limited("seed"), 0, "seed of sampling, random prompts and random weights"
-    )
+    about = "seed of sampling, random prompts and random weights"
+    parser.option("--seed", limited("seed"), 0, about)
 
 
 def sampling_options(args: argparse.Namespace) -> dict:

@@ -497,7 +497,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     sliding_window = None
     if family in ("mistral", "phi3") or hf.get("use_sliding_window"):
         # transformers' default, where the field is missing; null says that there is no window.
-        missing = None if family == "phi3" else 4096
+        missing = 4096 if family in ("mistral", "qwen2", "qwen3") else None
         sliding_window = hf.get("sliding_window", missing) or None
 
     n_heads = hf["num_attention_heads"]

@@ -907,6 +907,15 @@ def test_a_fingerprint_is_of_every_byte(tmp_path):
     assert model_file.fingerprint([weights]) != second
 
 
+LEAST_CONFIG = {  # what a config.json must have, besides its model_type
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "vocab_size": 96,
+    "max_position_embeddings": 9999,
+    "rms_norm_eps": 1e-6,
+}
 SLIDING_WINDOWS = [  # family, use_sliding_window, the window that the model has
     ("llama", False, None),
     ("llama", True, 32),
@@ -919,20 +928,8 @@ SLIDING_WINDOWS = [  # family, use_sliding_window, the window that the model has
 
 @pytest.mark.parametrize("family, is_used, window", SLIDING_WINDOWS)
 def test_what_a_config_leaves_out(family, is_used, window):
-    config = model_file.config_from_hf(
-        {
-            "model_type": family,
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 80,
-            "vocab_size": 96,
-            "max_position_embeddings": 99,
-            "rms_norm_eps": 1e-6,
-            "sliding_window": 32,
-            "use_sliding_window": is_used,
-        }
-    )
+    window_facts = {"sliding_window": 32, "use_sliding_window": is_used}
+    config = model_file.config_from_hf(LEAST_CONFIG | {"model_type": family} | window_facts)
     assert config.n_kv_heads == 4
     assert config.head_dim == 12
     assert config.rope_theta == 10000.0
@@ -942,22 +939,13 @@ def test_what_a_config_leaves_out(family, is_used, window):
     assert not config.out_bias
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3"])
-def test_a_window_that_a_config_leaves_out_is_that_of_transformers(family):
-    """4096 tokens but for Phi-3; null says that there is none."""
-    facts = {
-        "model_type": family,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 80,
-        "vocab_size": 96,
-        "max_position_embeddings": 9999,
-        "rms_norm_eps": 1e-6,
-        "use_sliding_window": True,
-    }
-    config = model_file.config_from_hf(facts)
-    assert config.sliding_window == (None if family == "phi3" else 4096)
+@pytest.mark.parametrize(
+    "family, window", [("mistral", 4096), ("qwen2", 4096), ("phi3", None), ("llama", None)]
+)
+def test_a_window_that_a_config_leaves_out_is_that_of_transformers(family, window):
+    """null says that there is none."""
+    facts = LEAST_CONFIG | {"model_type": family, "use_sliding_window": True}
+    assert model_file.config_from_hf(facts).sliding_window == window
     assert model_file.config_from_hf(facts | {"sliding_window": None}).sliding_window is None
 
 

@@ -15,7 +15,6 @@ import csv
 import dataclasses
 import gc
 import math
-import os
 import re
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 import calibrate
 import kernels
 from calibrate import add_command, save_csv, text_ids, writable_file, writable_folder
-from compress import load_artifact, settings_from
+from compress import load_artifact, settings_from, triton_runs_on
 from extras.evaluate import (
     ANSWER_ROOM,
     Candidate,
@@ -74,14 +73,15 @@ class Row(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Row":
         """Reads LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS. Raises UserError where it is not so."""
+        at_least_one = whole(1)
         try:
             label, shape, sequences, tokens, options = text.split("|")
             sequences = sequences.strip()
             return cls(
                 label=label.strip(),
                 shape=shape.strip(),
-                sequences=0 if sequences == "max" else whole(1)(sequences),
-                tokens=whole(1)(tokens.strip()),
+                sequences=0 if sequences == "max" else at_least_one(sequences),
+                tokens=at_least_one(tokens.strip()),
                 options=options.strip(),
             )
         except (ValueError, argparse.ArgumentTypeError):
@@ -1035,8 +1035,7 @@ def ragged_us(
 ) -> float:
     """Microseconds in which kernels.launch_attend_ragged attends rows of these lengths, for four
     query heads a KV head. UserError where there is no GPU."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU, for tests
-    if device.type != "cuda" and not is_interpreted:
+    if not triton_runs_on(device):
         raise UserError("ragged times a Triton kernel, which needs a GPU")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks = [*d_ranks, *d_ranks]  # of keys, then of values

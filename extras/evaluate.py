@@ -586,7 +586,7 @@ def with_baseline(
     weights: str | None,
     is_uptrained: bool,
 ) -> list[Candidate]:
-    """The candidates, after one that is the model as it is, in the folder's own weights.
+    """The candidates, each once, after one that is the model as it is, in the folder's own weights.
 
     That is the dense model, if it is not the first candidate already. A model that was uptrained
     for EliteKV cannot run as a dense one. Its candidates are EliteKV's anyway, so that another one
@@ -633,8 +633,9 @@ def check_tokens(candidate: Candidate, args: argparse.Namespace) -> None:
         return
     same_size = load_config(folder).vocab_size == load_config(args.checkpoint).vocab_size
     sample = "The 48213 tokens of a text, def main(): return [x ** 2]"
-    tokenizer = load_tokenizer(folder)
-    if not same_size or tokenizer.encode(sample) != load_tokenizer(args.checkpoint).encode(sample):
+    ids = load_tokenizer(folder).encode(sample)
+    expected = load_tokenizer(args.checkpoint).encode(sample)
+    if not same_size or ids != expected:
         fault = f"--method {candidate.label}: its tokens are not those of --checkpoint"
         raise UserError(f"{fault} {args.checkpoint}")
 

@@ -1266,6 +1266,13 @@ def draw_picture(picture: Picture, folder: Path):
     return figure
 
 
+def save_figure(figure, path: Path) -> None:
+    """Writes a figure as a PNG, in the place of an older one, and prints its path."""
+    with replacing_file(path) as partial:
+        figure.savefig(partial, format="png", metadata={"Software": None})
+    print(path)
+
+
 def run(args: argparse.Namespace) -> None:
     try:
         from matplotlib import rc_context
@@ -1286,18 +1293,13 @@ def run(args: argparse.Namespace) -> None:
             progress.clear()
             if missing:
                 print(f"{picture.name}: left out, as there is no {missing[0]}.csv", file=sys.stderr)
-                progress.tick()
-                continue
-            try:
-                figure = draw_picture(picture, folder)
-            except UserError as error:  # the others are drawn all the same
-                faults.append(str(error))
-                progress.tick()
-                continue
-            path = args.out / f"{picture.name}.png"
-            with replacing_file(path) as partial:
-                figure.savefig(partial, format="png", metadata={"Software": None})
-            print(path)
+            else:
+                try:
+                    figure = draw_picture(picture, folder)
+                except UserError as error:  # the others are drawn all the same
+                    faults.append(str(error))
+                else:
+                    save_figure(figure, args.out / f"{picture.name}.png")
             progress.tick()
     if faults:
         raise UserError("; ".join(faults))

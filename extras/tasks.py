@@ -932,7 +932,7 @@ def read_answers(path: Path, tasks: list[Task]) -> list[Answer]:
     return answers
 
 
-def check_weights(
+def check_same_model(
     answers: list[Answer], candidates: list[Candidate], args: argparse.Namespace
 ) -> None:
     """Raises UserError where the answers of a candidate's name are those of another model."""
@@ -1148,7 +1148,7 @@ def run_run(args: argparse.Namespace) -> None:
     done = set()
     if args.out.is_file():
         answers = read_answers(args.out, tasks)
-        check_weights(answers, candidates, args)
+        check_same_model(answers, candidates, args)
         done = {(answer.method, answer.id) for answer in answers}
     if args.limit:
         tasks = first_of_each(tasks, args.limit)

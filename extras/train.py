@@ -427,13 +427,19 @@ class LossLog:
         if path:
             lines = ["tokens,loss"]
             if tokens_read and path.exists():
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    tokens = line.partition(",")[0]
-                    # A run that was killed may have written lines of steps that are made again.
-                    if tokens.isdigit() and int(tokens) <= tokens_read:
-                        lines.append(line)
+                lines += self.lines_up_to(tokens_read)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def lines_up_to(self, tokens_read: int) -> list[str]:
+        """The file's losses of the first tokens_read tokens. A run that was killed may have written
+        more, of steps that are made again."""
+        lines = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            tokens = line.partition(",")[0]
+            if tokens.isdigit() and int(tokens) <= tokens_read:
+                lines.append(line)
+        return lines
 
     def add(self, loss: Tensor) -> None:
         """Adds a step's loss. It stays on the device: to read it would wait for the step."""
