@@ -654,19 +654,24 @@ def fit_fdc(
     tokens: Tensor,
     accuracy: float = 0.99,
     positions: int | None = None,
+    bases_from: str = "random",
 ) -> Fitted:
     """R of each KV head, from random tokens (FDC sec. 5.1), and the rate that F_p finds (sec. 5.2).
 
     accuracy: the fraction of the dense model's next-token accuracy, on the last windows of tokens
     [N, S], that the rate must keep. positions: the longest context to be served; None: the
-    model's."""
+    model's. bases_from: "random", or "text": R is found from tokens in place of random ones
+    (ours)."""
     c = model.config
     positions = min(positions or c.max_positions, c.max_positions)
-    length = tokens.shape[1]
-    count = -(-RANDOM_TOKENS // length)  # windows, rounded up
-    generator = torch.Generator().manual_seed(0)
-    random_tokens = torch.randint(c.vocab_size, (count, length), generator=generator)
-    tensors = fdc_bases(model, random_tokens, positions)
+    if bases_from == "text":
+        basis_tokens = tokens
+    else:
+        length = tokens.shape[1]
+        count = -(-RANDOM_TOKENS // length)  # windows, rounded up
+        generator = torch.Generator().manual_seed(0)
+        basis_tokens = torch.randint(c.vocab_size, (count, length), generator=generator)
+    tensors = fdc_bases(model, basis_tokens, positions)
     rate, kept_accuracy, perplexity_ratio = fdc_search(model, tokens[-8:], tensors, accuracy)
 
     facts = {
@@ -888,7 +893,11 @@ def run_fit(args: argparse.Namespace) -> None:
     }
     options = {
         "sals": {"max_rank": args.max_rank},
-        "fdc": {"accuracy": args.accuracy, "positions": args.positions},
+        "fdc": {
+            "accuracy": args.accuracy,
+            "positions": args.positions,
+            "bases_from": args.bases_from,
+        },
     }
     for name, function_name in args.fits.items():
         fit = resolve_name(function_name)
@@ -992,6 +1001,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     fit.option("--accuracy", fraction, 0.99, accuracy, metavar="FRACTION")
     positions = "fdc: the longest context to be served (default: the model's)"
     fit.option("--positions", whole(1), None, positions, metavar="N")
+    bases_from = "fdc: find R from random tokens, as the paper does, or from the text"
+    fit.option("--bases_from", str, "random", bases_from, choices=("random", "text"))
 
     ranks = add_command(commands, "ranks", run_ranks)
     generate.add_model_options(ranks)

@@ -3220,7 +3220,7 @@ class FdcSettings:
 
     rate: float = setting(-1.0, "r: singular values lost (-1: as fitted)", within="[-1, 1)")
     adaptive: bool = setting(
-        True, "each head has its own rank; else all have the mean of these ranks"
+        True, "each head has its own rank; else all have the mean of these ranks, in 8s"
     )
     balanced: bool = setting(
         True,
@@ -3266,12 +3266,15 @@ def fdc_tails(values: Tensor) -> Tensor:
 def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
     """How many columns each head keeps (Eq. 1): the least number that loses at most `rate`, rounded
     up to a multiple of 16 (by real columns, where the paper pads with zeros). Singular values
-    [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: all heads have the mean of these ranks (ours)."""
+    [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: all heads have the mean of these ranks (ours), to
+    the nearest multiple of 8, since the kernel takes no others."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     if adaptive:
         return ranks
-    return ranks.double().mean().long().expand(ranks.shape)
+    mean = ranks.double().mean().item()
+    rank = min(max(1, round(mean / 8)) * 8, values.shape[-1])
+    return torch.full_like(ranks, rank)
 
 
 def kv_bias(attention: Attention, c: ModelConfig) -> tuple[Tensor, Tensor]:

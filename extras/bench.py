@@ -360,6 +360,33 @@ def capacity_figures(row: Row, device: str, made: list[int]) -> dict:
     return figures
 
 
+def time_prompt(row: Row, device: str) -> list[dict]:
+    """The line of a table of prompts: seconds in which the prompts of a row's sequences are read,
+    the bytes of their caches, and the most memory of a GPU that was in use meanwhile."""
+    llm = llm_of(row, device, ("--no-compile",))
+    engine = llm.build_engine(row.sequences)
+    generator = torch.Generator().manual_seed(0)
+    size = (row.sequences, row.tokens)
+    prompts = torch.randint(llm.model.config.vocab_size, size, generator=generator).tolist()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    # Reading 131072 tokens takes ten seconds and more, and varies little.
+    runs = 3 if row.tokens < 1 << 17 else 1
+    times_us = times_of(lambda: engine.prefill(prompts), engine.pos.device, runs)
+    times_s = [us / 1e6 for us in times_us]
+    return [
+        {
+            "read_s": times_s[runs // 2],
+            "least_s": times_s[0],
+            "most_s": times_s[-1],
+            "bytes": sum(cache.bytes_stored() for cache in engine.caches),
+            "host_bytes": sum(cache.bytes_host() for cache in engine.caches),
+            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        }
+    ]
+
+
 def request_rate(figures: dict, n_made: int) -> float:
     """Tokens a second of whole requests: all prompts are read, then n_made steps are made."""
     seconds = figures["read_s"] + n_made * figures["ms"] / 1000
@@ -722,6 +749,13 @@ SHAPE_ROWS = [
     Row("sals", M7B, 4, 32768, f"{SALS} --critical 956"),
     Row("loki", M7B, 4, 32768, LOKI),
     Row("lrqk", M8B, 1, 65536, LRQK),
+    Row("lrqk", M8B, 1, 32768, LRQK),
+    Row("lrqk", M8B, 4, 32768, LRQK),
+    Row("lrqk", M8B, 16, 32768, LRQK),
+    Row("sals", M8B, 160, 32768, SALS),
+    Row("sals", M8B, 512, 8192, SALS),
+    Row("dense int8", M8B, 8, 32768, "--method dense --weights int8"),
+    Row("sals int8", M8B, 8, 32768, f"{SALS} --weights int8"),
 ]
 LIKE_FOR_LIKE_SIZES = [  # shape, sequences, tokens
     (M8B, 8, 32768),
@@ -741,12 +775,29 @@ MISS_ROWS = [  # the more queries have in common, the fewer tokens miss, as in a
     Row("lrqk repeat 0.95", M8B, 1, 65536, LRQK, repeat=0.95),
     Row("lrqk repeat 0.99", M8B, 1, 65536, LRQK, repeat=0.99),
     Row("lrqk slots 0", M8B, 1, 65536, f"{LRQK} --slots 0"),
+    # Every key and value comes from host memory in every step, as where all of them are offloaded.
+    Row("all fetched", M8B, 1, 65536, "--method lrqk --k 65536 --slots 0"),
 ]
+PROMPT_ROWS = [
+    Row("sals", M8B, 1, 32768, SALS),
+    Row("lrqk", M8B, 1, 32768, LRQK),
+    Row("elitekv", M8B, 1, 32768, "--method elitekv"),
+    Row("kivi", M8B, 1, 32768, "--method kivi"),
+    Row("fp8", M8B, 1, 32768, "--method fp8"),
+]
+for n_tokens in (8192, 32768, 131072):
+    PROMPT_ROWS += [
+        Row("fdc", M8B, 1, n_tokens, "--method fdc"),
+        Row("fdc by heads", M8B, 1, n_tokens, "--method fdc --no-balanced"),
+        Row("fdc equal ranks", M8B, 1, n_tokens, "--method fdc --no-adaptive"),
+        Row("palu", M8B, 1, n_tokens, "--method palu"),
+    ]
 CAPACITY_ROWS = capacity_rows(
     [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
 )
 CAPACITY_ROWS += [
     Row("palu", M8B, 0, 32768, "--method palu"),
+    Row("fp8 centre", M8B, 0, 32768, "--method fp8 --centre"),
     # SALS attends to 512 tokens by default.
     Row("sals 1024", M8B, 0, 32768, f"{SALS} --critical 956"),
     Row("sals 2048", M8B, 0, 32768, f"{SALS} --critical 1980"),
@@ -758,13 +809,14 @@ PARTS = {
     "steps": Part(time_step, STEP_ROWS + SHAPE_ROWS),
     "likeforlike": Part(time_step, LIKE_FOR_LIKE_ROWS),
     "misses": Part(time_step, MISS_ROWS),
+    "prompts": Part(time_prompt, PROMPT_ROWS),
     "throughput": Part(time_capacity, CAPACITY_ROWS),
     "throughput-int8": Part(time_capacity, CAPACITY_ROWS_INT8),
 }
 
 
 def run_book(args: argparse.Namespace) -> None:
-    """Measure the tables of docs/results.md that have steps and throughput, on this machine.
+    """Measure the tables of docs/results.md on steps, prompts and throughput, on this machine.
 
     Each part is a list of rows in this file, and becomes a table NAME.csv in the folder of --out. A
     row is written as soon as it is measured. One that the table has already is left out, unless
@@ -772,7 +824,11 @@ def run_book(args: argparse.Namespace) -> None:
     most often for lack of memory, is named, and the others go on. A table keeps no rows that are
     not the part's.
 
-    The columns are those of step, or of throughput, and:
+    The part "prompts" times how long prompts are read: read_s, least_s and most_s, in seconds. Its
+    bytes are those of the caches on the device, host_bytes those in host memory, and peak_bytes is
+    the most of a GPU's memory that was in use meanwhile, weights and all.
+
+    The columns are those of step, or of throughput, or these, and:
       row             as step takes it; where it has changed, it is measured again
       version         the commit of this repository, empty where git knows none
       date            the day, in UTC

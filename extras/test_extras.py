@@ -2553,6 +2553,27 @@ def test_a_row_is_in_the_book_as_soon_as_it_is_measured(cli, tmp_path, monkeypat
     assert [row["method"] for row in csv.DictReader((tmp_path / "one.csv").open())] == ["dense"]
 
 
+def test_prompts_of_the_book_are_read_into_the_caches(monkeypatch):
+    """As many as the row has sequences, and as long; the times are those of the reading."""
+    monkeypatch.setitem(SHAPES, "tiny", test_all.tiny_config())
+    read = []
+    engines = []
+
+    def prefill(engine, prompts):
+        engines.append(engine)
+        read.append([len(ids) for ids in prompts])
+
+    monkeypatch.setattr(generate.Engine, "prefill", prefill)
+    clocks = iter([0, 9, 10, 13, 20, 21, 30, 32])  # one that is not counted, then 3, 1 and 2 s
+    monkeypatch.setattr(bench, "clock", lambda device: next(clocks))
+    (line,) = bench.time_prompt(bench.Row("", "tiny", 2, 40, "--method lrqk --k 20"), "cpu")
+    assert read == [[40, 40]] * 4
+    assert (line["least_s"], line["read_s"], line["most_s"]) == (1, 2, 3)
+    assert line["bytes"] == sum(cache.bytes_stored() for cache in engines[0].caches) > 0
+    assert line["host_bytes"] == sum(cache.bytes_host() for cache in engines[0].caches) > 0
+    assert line["peak_bytes"] is None
+
+
 def test_every_row_of_the_book_is_one_that_generate_knows():
     """Its options are parsed, and the method's settings made; none is in a part twice."""
     for part in bench.PARTS.values():
@@ -5099,7 +5120,7 @@ def test_ragged_times_every_spread_of_ranks(cli, monkeypatch, tmp_path):
     assert [float(row["by_heads_us"]) for row in rows] == [20, 40, 60, 80]
     by_bytes = [10, 10 * 48 / 32, 10 * 36 / 64, 10 * 48 / 32 * 36 / 64]
     assert [float(row["by_bytes_us"]) for row in rows] == pytest.approx(by_bytes)
-    assert bench.ragged_us([8, 16], [17], True, torch.device("cpu")) != 0  # it runs
+    assert bench.ragged_us([8, 16], [17], True, torch.device(DEVICE)) != 0  # it runs
 
 
 def test_the_readmes_table_is_what_fit_table_prints(cli):
