@@ -104,6 +104,7 @@ LOOKS = {
     "fdc": Look("FDC", BLUE, "P"),
     "kivi": Look("KIVI", PURPLE, "X"),
     "fp8": Look("FP8", GREY, "s"),
+    "fp8 centre": Look("FP8 centred", GREY, "."),
     "topk": Look("exact top-k", GREY, "*"),
     "turboquant": Look("TurboQuant", GREY, "p"),
     "sals_cann": Look("SALS as deployed", GREY, "o"),
@@ -1071,6 +1072,8 @@ OVERVIEW_KL = {"eval-smollm2": "o", "eval-qwen": "D"}  # tables of the right pan
 OVERVIEW_ORDER = (
     "dense",
     "loki",
+    "fp8 centre",
+    "palu",
     "fp8",
     "fdc",
     "kivi",

@@ -4262,7 +4262,7 @@ def test_position_ids_are_those_of_the_cache_or_refused():
         expected = theirs(**batch, past_key_values=cache).logits
         cache.reset()
         found = theirs(**batch, past_key_values=cache, position_ids=positions).logits
-    assert torch.equal(found, expected)
+    assert error(found, expected) < 1e-5
     more = tiny_tokens(2, 3)
     refused = [
         (torch.arange(3)[None], "puts row 0's tokens at positions from 20 on"),  # not a new prompt
