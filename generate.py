@@ -987,6 +987,19 @@ def facts_of(metadata: dict[str, str], path: Path) -> SavedFacts:
     return facts
 
 
+class SavedRows(NamedTuple):
+    """A file of `LLM.save`, read."""
+
+    path: Path
+    facts: SavedFacts
+    tensors: dict[str, Tensor]  # "0.ids", and what the caches held of row 0; "1.ids", ...
+    ids: list[list[int]]  # of each row; a step may still have to write the last one
+
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row) for row in self.ids)
+
+
 class HeldMemory(NamedTuple):
     """What all rows of a cache hold."""
 
@@ -1286,49 +1299,65 @@ class LLM:
         the file is of another model, method or settings, or if its rows do not fit."""
         self._end_stream()
         started = time.time()
+        saved = self._read_saved(Path(path))
+        rows = len(self.token_ids) or self.batch_size or len(saved.ids)
+        self._make_room_for(saved, rows, room)
+        states = [self._saved_state(saved, i, room) for i in range(len(saved.ids))]
+
+        self._begin_run()
+        for row in range(rows):
+            i = row % len(states)
+            self._restore(row, saved.facts.lengths[i], states[i], saved.ids[i])
+        self.run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
+        self.run.rows = rows
+        self.run.prefill_s = clock(self.engine.context.device) - started
+
+    def _read_saved(self, path: Path) -> SavedRows:
+        """A file of `save`. Raises UserError if it is no such file, damaged, or of another model,
+        method or settings."""
         remedy = "load it with the options that saved it, or save it again"
-        metadata, tensors = compress.read_tensors(Path(path), self.identity(), remedy)
-        facts = facts_of(metadata, Path(path))
-        ids = []  # of each row; a step may still have to write the last one
+        metadata, tensors = compress.read_tensors(path, self.identity(), remedy)
+        facts = facts_of(metadata, path)
+        ids = []
         for i in range(len(facts.lengths)):
             if f"{i}.ids" not in tensors:
                 raise UserError(f"{path}: the ids of row {i} are missing; save it again")
             ids.append(tensors[f"{i}.ids"].tolist())
-        longest = max(len(row) for row in ids)
-        rows = len(self.token_ids) or self.batch_size or len(facts.lengths)
-        capacity = self.max_seq_length or max(facts.max_seq_length, longest + room)
-        if len(facts.lengths) > rows:
-            needed = f"{path} needs a --batch_size of {len(facts.lengths)}, not {rows}"
+        return SavedRows(path, facts, tensors, ids)
+
+    def _make_room_for(self, saved: SavedRows, rows: int, room: int) -> None:
+        """Builds the engine if there is none, with room for a file's rows and for `room` tokens
+        after them. Raises UserError if the file needs more than was asked for."""
+        path = saved.path
+        capacity = self.max_seq_length or max(saved.facts.max_seq_length, saved.longest() + room)
+        if len(saved.ids) > rows:
+            needed = f"{path} needs a --batch_size of {len(saved.ids)}, not {rows}"
             raise UserError(f"{needed}; raise --batch_size")
-        if longest > capacity:
-            needed = f"{path} needs a --max_seq_length of {longest}, not {capacity}"
+        if saved.longest() > capacity:
+            needed = f"{path} needs a --max_seq_length of {saved.longest()}, not {capacity}"
             raise UserError(f"{needed}; raise --max_seq_length")
         if self.engine is None:
             self.max_seq_length = capacity
             self.build_engine(rows)
 
-        states = []
-        for i, n in enumerate(facts.lengths):
-            state = {}
-            for name, x in self.engine.row_state(0, n).items():
-                saved = tensors.get(f"{i}.{name}")
-                # A budget that is a fraction of max_seq_length makes tensors of other shapes.
-                if saved is None or saved.shape != x.shape:
-                    was = f"saved with --max_seq_length {facts.max_seq_length}"
-                    fault = f"{was}, for which the budget differs from that of {capacity}"
-                    remedy = f"give --max_seq_length {facts.max_seq_length}"
-                    if longest + room > facts.max_seq_length:  # what is to follow would not fit
-                        remedy = f"save it again with --max_seq_length {capacity}"
-                    raise UserError(f"{path}: {fault}; {remedy}")
-                state[name] = saved
-            states.append(state)
-        self._begin_run()
-        for row in range(rows):
-            i = row % len(states)
-            self._restore(row, facts.lengths[i], states[i], ids[i])
-        self.run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
-        self.run.rows = rows
-        self.run.prefill_s = clock(self.engine.context.device) - started
+    def _saved_state(self, saved: SavedRows, i: int, room: int) -> dict[str, Tensor]:
+        """What the caches held of a file's row i. Raises UserError if its tensors are of other
+        shapes than those of this engine."""
+        state = {}
+        for name, x in self.engine.row_state(0, saved.facts.lengths[i]).items():
+            tensor = saved.tensors.get(f"{i}.{name}")
+            # A budget that is a fraction of max_seq_length makes tensors of other shapes.
+            if tensor is None or tensor.shape != x.shape:
+                capacity = self.max_seq_length
+                saved_capacity = saved.facts.max_seq_length
+                was = f"saved with --max_seq_length {saved_capacity}"
+                fault = f"{was}, for which the budget differs from that of {capacity}"
+                remedy = f"give --max_seq_length {saved_capacity}"
+                if saved.longest() + room > saved_capacity:  # what is to follow would not fit
+                    remedy = f"save it again with --max_seq_length {capacity}"
+                raise UserError(f"{saved.path}: {fault}; {remedy}")
+            state[name] = tensor
+        return state
 
     def identity(self) -> dict[str, str]:
         """What a saved cache must agree on with this one."""

@@ -101,7 +101,7 @@ def decode_texts(
 # ------------------------------------------------------------------ the model that the harness asks
 
 
-class Request(NamedTuple):
+class DecodeRequest(NamedTuple):
     """What the harness asks for, as an engine decodes it."""
 
     options: tuple  # what the batch is decoded with; requests of unlike options are decoded apart
@@ -109,7 +109,7 @@ class Request(NamedTuple):
     row: object  # what one row is: a ScoredRow, or a prompt
 
 
-def batches(requests: list[Request], size: int) -> Iterator[list[int]]:
+def batches(requests: list[DecodeRequest], size: int) -> Iterator[list[int]]:
     """The numbers of the requests, in batches of the same options, the long ones first."""
 
     def key(i: int) -> tuple:
@@ -174,7 +174,7 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
             return tokenizer.encode(string, bos=add_special_tokens is not False)
 
-        def answer(self, label: str, requests: list[Request], decode: Callable) -> list:
+        def answer(self, label: str, requests: list[DecodeRequest], decode: Callable) -> list:
             """The answer to each request: decode(engine, rows, *options) gives those of a batch.
 
             The cache has room for the longest, since budgets may be fractions of that."""
@@ -201,7 +201,7 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
                 n = len(continuation)
                 if not 0 < n < len(ids):
                     raise UserError(f"{n} tokens are to be scored, of at most {longest}")
-                asked.append(Request((), len(ids) - 1, ScoredRow(ids, n)))
+                asked.append(DecodeRequest((), len(ids) - 1, ScoredRow(ids, n)))
             return self.answer("scoring", asked, decode_scores)
 
         def loglikelihood_rolling(self, requests: list, **_) -> list[float]:
@@ -227,7 +227,7 @@ def harness_model(candidate: Candidate, args: argparse.Namespace) -> object:
                 if len(ids) > room:
                     n_cut += 1
                 ids = ids[-room:] or [self.prefix_token_id]
-                asked.append(Request((most, until), len(ids) + most, ids))
+                asked.append(DecodeRequest((most, until), len(ids) + most, ids))
             if n_cut:
                 note = f"note: {n_cut} of {len(asked)} prompts are cut on the left"
                 print(f"{note}, to fit {longest} tokens with their answers", file=sys.stderr)

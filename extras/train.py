@@ -259,15 +259,16 @@ def training_loss(
     tokens: Tensor,
     weights: Tensor,
     teacher: Llama | None = None,
-    share: float = 0.0,
-    layers: bool = False,
+    teacher_share: float = 0.0,
+    add_heads_loss: bool = False,
     run_model: Callable = attention_outputs,
     chunk_loss: Callable = logits_loss,
 ) -> Tensor:
     """The loss of a batch: tokens [B, S + 1], of which weights [B, S] weigh what is predicted.
 
-    It is 1 - share times the weighted mean of label_loss, share times the mean of teacher_loss,
-    and, if layers is set, heads_loss. run_model, chunk_loss: these functions, or compiled."""
+    It is 1 - teacher_share times the weighted mean of label_loss, teacher_share times the mean of
+    teacher_loss, and, if add_heads_loss, heads_loss. run_model, chunk_loss: these functions, or
+    compiled."""
     inputs = tokens[:, :-1]
     labels = tokens[:, 1:].flatten()  # [N], N = B S
     if teacher:
@@ -278,7 +279,7 @@ def training_loss(
 
     # Logits of all tokens would be by far the largest tensors. A chunk's are made for its loss and
     # again for its gradients, so that only one chunk's exist at a time.
-    label_weights = (1 - share) * weights.flatten() / weights.sum()
+    label_weights = (1 - teacher_share) * weights.flatten() / weights.sum()
     x_chunks = x.flatten(0, 1).split(HEAD_CHUNK)
     label_chunks = labels.split(HEAD_CHUNK)
     weight_chunks = label_weights.split(HEAD_CHUNK)
@@ -298,17 +299,17 @@ def training_loss(
             weight_chunks[i],
             teacher_chunks[i],
             teacher_matrix,
-            share / len(labels),
+            teacher_share / len(labels),
             use_reentrant=False,
         )
-    if layers:
+    if add_heads_loss:
         loss = loss + heads_loss(outputs, teacher_outputs)
     return loss
 
 
 # ----------------------------------------------------------------------------------------- training
 
-NANO = ModelConfig(
+NANO_CONFIG = ModelConfig(
     dim=256,
     n_layers=8,
     n_heads=4,
@@ -539,7 +540,7 @@ def train_model(
                     weights,
                     teacher,
                     share,
-                    layers=teacher is not None and is_early,
+                    add_heads_loss=teacher is not None and is_early,
                     run_model=run_model,
                     chunk_loss=chunk_loss,
                 )
@@ -701,7 +702,7 @@ def run_training(args: argparse.Namespace) -> None:
         model, tokenizer = uptraining_model(args, device, files)
         generate.check_capacity(longest, model.config, "--stages")
     else:
-        model = Llama(NANO)
+        model = Llama(NANO_CONFIG)
         generate.check_capacity(longest, model.config, "--stages")
         has_tokenizer = (args.out / "tokenizer.model").is_file()
         tokenizer_folder = args.out if has_tokenizer else generate.NANO

@@ -95,6 +95,16 @@ def overwritten_state(cache: Cache, row: int, length: int) -> dict[str, Tensor]:
     return state
 
 
+class Forward(NamedTuple):
+    """What a forward of the model, from CompressedCache.begin to finish, does to the rows."""
+
+    columns: int  # of the batch, that it adds
+    new: list[int]  # how many of these are tokens, in each row
+    ends: list[int]  # the rows' lengths after it
+    pos: Tensor  # [B]: those before it, with 0 for idle rows
+    is_step: bool  # one token for each row; else prompts are read
+
+
 class Reading(NamedTuple):
     """The state after a forward that read several tokens, to which a cache can go back."""
 
@@ -127,6 +137,7 @@ class CompressedCache(transformers.Cache):
         self.seen = 0  # columns of the batch so far
         self.lengths: list[int] = []  # tokens of each row in use
         self.readings: list[Reading] = []  # the newest last
+        self.current: Forward | None = None  # the one that runs, or ran last
 
     def begin(
         self, rows: int, n: int, mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -154,12 +165,14 @@ class CompressedCache(transformers.Cache):
             check_positions(position_ids, lengths, new, n)
 
         self.lengths = lengths
-        self.new = new
-        self.ends = ends
-        self.columns = n
-        self.is_step = n == 1 and all(lengths)  # an empty row has to be prefilled first
         idle = [0] * (self.context.batch_size - rows)
-        self.pos = torch.tensor(lengths + idle, dtype=torch.int32, device=self.context.device)
+        self.current = Forward(
+            columns=n,
+            new=new,
+            ends=ends,
+            pos=torch.tensor(lengths + idle, dtype=torch.int32, device=self.context.device),
+            is_step=n == 1 and all(lengths),  # an empty row has to be prefilled first
+        )
 
     def new_tokens(self, lengths: list[int], n: int, mask: Tensor | None) -> list[int]:
         """How many of n new columns are tokens, in each row. Raises UserError if padding comes
@@ -186,9 +199,9 @@ class CompressedCache(transformers.Cache):
     def finish(self, *_) -> None:
         """Counts what a forward has read. If it was no step, it also copies what later tokens will
         overwrite, so that `crop` can come back to here."""
-        self.seen += self.columns
-        self.lengths = self.ends
-        if self.is_step:
+        self.seen += self.current.columns
+        self.lengths = self.current.ends
+        if self.current.is_step:
             return
         overwritten = []
         for cache in self.layers:
@@ -293,7 +306,7 @@ class CompressedAttention(nn.Module):
         self.decode = cache.decode
 
     def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
-        if self.shared.is_step:
+        if self.shared.current.is_step:
             return self.step(hidden_states), None
         return self.read(hidden_states), None
 
@@ -303,16 +316,16 @@ class CompressedAttention(nn.Module):
         The batch may have fewer rows than the caches, which always decode all of theirs. Zeros
         stand in for the others."""
         rows = len(hidden_states)
-        pos = self.shared.pos  # [B]
+        pos = self.shared.current.pos  # [B]
         x = F.pad(hidden_states[:, 0], (0, 0, 0, len(pos) - rows))  # [B, dim]
         out = self.attention(x, partial(self.decode, pos))
         return out[:rows, None]
 
     def read(self, hidden_states: Tensor) -> Tensor:
-        """Several tokens, the last `new[row]` columns of each row."""
+        """Several tokens, the last `current.new[row]` columns of each row."""
         out = torch.zeros_like(hidden_states)
         for row, start in enumerate(self.shared.lengths):
-            n = self.shared.new[row]
+            n = self.shared.current.new[row]
             if n > 0:
                 prefill = partial(self.prefill, row, start)
                 out[row, -n:] = self.attention(hidden_states[row, -n:], prefill)
