@@ -17,9 +17,9 @@ the function that launches it.
 
 NAME_reference, or the PyTorch path of NAME, is the truth that tests hold a kernel to. launch_NAME
 checks its arguments and launches the kernel; it is an operator of PyTorch, which torch.compile
-takes as it is. NAME, where there is one, chooses between the two by its argument `kernel`
-(attend_ragged: `table`). Methods attend through compress.attend, which picks the operation for the
-stores of a cache.
+takes as it is. NAME chooses between the two by its argument `kernel` (attend_ragged: `table`).
+attend_latents and attend_channels have no such function: compress.attend decodes their stores for
+PyTorch. Methods attend through compress.attend, which picks the operation for a cache's stores.
 
 To copy an operation, copy the header, which ends at the first block, the block, and the blocks that
 its first lines name. On a GPU, `pytest test_all.py -k kernel` holds all of them to their
@@ -31,9 +31,9 @@ and H200; on GPUs with less shared memory (99 KB) they take smaller tiles.
 B rows of a batch, S cached tokens (the capacity), Hq query heads, Hkv key/value heads, G = Hq /
 Hkv, D head dim, DV that of values, r rank. `pos` [B] int32 holds the position of each row's newest
 token, below S. Kernels read it on the device, so that one CUDA graph serves every length, and no
-launcher waits for the GPU to check it. In a kernel, m, l and acc are the running maximum, sum and
-mix of an online softmax, and a name with P at its end (GP, NP, DP) is a size padded to a power of
-2.
+launcher waits for the GPU to check it. In a kernel, m, l and acc are the running maximum of the
+logits, sum of weights and weighted sum of values of an online softmax, and a name with P at its end
+(GP, NP, DP) is a size padded to a power of 2.
 """
 
 import functools
@@ -115,10 +115,12 @@ def check(**tensors: tuple) -> None:
         need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
-def check_positions(pos: Tensor, S: int) -> None:
-    """Raises ValueError for a position beyond S - 1, on the CPU: to read a GPU's means to wait."""
+def check_positions(pos: Tensor, S: int, least: int = -1) -> None:
+    """Raises ValueError for a position outside of least..S - 1, on the CPU: to read a GPU's means
+    to wait. -1 is a row of no tokens, which a kernel may read but not write to."""
     if pos.device.type == "cpu":
-        need(bool((pos < S).all()), f"positions {pos.tolist()} do not fit in {S} tokens")
+        fits = (pos >= least) & (pos < S)
+        need(bool(fits.all()), f"positions {pos.tolist()} do not fit in {S} tokens")
 
 
 def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
@@ -158,11 +160,11 @@ def power2(n: int, least: int = 1) -> int:
 _padded = constexpr_function(power2)  # power2 inside a kernel
 
 
-def tile_itemsize(dtype: torch.dtype, latent: Tensor) -> int:
-    """Bytes of a number, by which tiles are chosen. fp32 models multiply codes as fp32, too."""
+def tile_itemsize(dtype: torch.dtype, stored: Tensor) -> int:
+    """Bytes of a stored number, by which tiles are chosen. fp32 models multiply codes as fp32."""
     if dtype == torch.float32:
         return 4
-    return latent.element_size()
+    return stored.element_size()
 
 
 def matmul_codes(w: Tensor, codes: Tensor) -> Tensor:
@@ -315,6 +317,7 @@ def quantize_mixed(x: Tensor, n_int8: int) -> tuple[Tensor, Tensor, Tensor]:
     The int8 dims need the scale largest / 127, the 4-bit ones the scale at which neighbouring
     levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of the two serves
     both."""
+    need(n_int8 < x.shape[-1], "a latent needs trailing dims, in 4 bits")
     for_int8, for_int4 = x.float().split((n_int8, x.shape[-1] - n_int8), -1)
     scale_for_int8 = for_int8.abs().amax(-1) / 127
     scale_for_int4 = for_int4.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)
@@ -443,7 +446,7 @@ def launch_append(
         codes=(codes, torch.uint8, B, S, Hkv, BYTES),
         scale=(scale, torch.float16, B, S, Hkv),
     )
-    check_positions(pos, S)
+    check_positions(pos, S, least=0)
     _append_kernel[Hkv + 1, B](
         latent_ptr=latent,
         v_ptr=v,
@@ -599,7 +602,7 @@ def _block_queries_kernel(
     out_mask = live[:, None] & (dim < r_score)[None, :]
     out_at = query_ptr + out_number[:, None] * r_score + dim[None, :]
     if query_scale_ptr is not None:  # in codes: this program has all dims
-        query, low, scale = _split_queries(query)
+        query, low, scale = _queries_as_int8(query)
         tl.store(query_scale_ptr + out_number, scale, mask=live)
         tl.store(out_at + tl.cast(B, tl.int64) * n * Hkv * G * r_score, low, mask=out_mask)
     tl.store(out_at, query.to(query_ptr.dtype.element_ty), mask=out_mask)
@@ -627,7 +630,9 @@ def empty_block_queries(
 def launch_block_queries(
     q: Tensor, cos: Tensor, sin: Tensor, basis: Tensor, mean: Tensor, coded: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """block_queries by its kernel; `coded` gives int8 codes of the queries."""
+    """block_queries by its kernel: q [B, Hq, D], cos and sin [n, D/2] fp32, basis [Hkv * D, r*] of
+    q's dtype, mean [Hkv * D] fp32 -> queries [B, n, Hq, r*], an empty scale, offset [B, n, Hq]
+    fp32. With `coded`: queries [2, B, n, Hq, r*] int8, and their scale [B, n, Hq] fp32."""
     B, Hq, D = q.shape
     n, half = cos.shape
     width, r_score = basis.shape
@@ -696,7 +701,7 @@ def block_queries(
         query_scale  None
         offset       q times its KV head's part of the mean [Hkv * D] fp32, [B, n, Hq] fp32
     Where `coded` (the vectors to be scored are int8 codes) the kernel may give int8 codes of the
-    queries, [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_split_queries)."""
+    queries, [2, B, n, Hq, r*], with their scales [B, n, Hq] fp32 (_queries_as_int8)."""
     if not kernel:
         return block_queries_reference(q, cos, sin, basis, mean)
     coded = coded and takes_codes(q, basis.shape[1])
@@ -745,7 +750,7 @@ def scores_reference(
 
 
 @jit
-def _split_queries(x):
+def _queries_as_int8(x):
     """x [N, R] -> high, low, scale [N], with x = (high * 254 + low) * scale to 15 bits of a query's
     largest number. high and low are int8."""
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
@@ -755,11 +760,11 @@ def _split_queries(x):
 
 
 @jit
-def _tile_queries(query_at, mask, SPLIT: tl.constexpr):
-    """The queries of a tile [NP, RB], split for vectors in int8: high, low and scale; else the
-    queries three times."""
+def _tile_queries(query_at, mask, INT8_QUERIES: tl.constexpr):
+    """The queries of a tile [NP, RB]. For vectors in int8: high, low and scale; else the queries in
+    all three places, of which only the first is used, since both results must be of one kind."""
     query = tl.load(query_at, mask=mask, other=0.0)
-    return _split_queries(query) if SPLIT else (query, query, query)
+    return _queries_as_int8(query) if INT8_QUERIES else (query, query, query)
 
 
 class ScoresConfig(NamedTuple):
@@ -840,7 +845,7 @@ def _scores_kernel(
     NR: tl.constexpr = (r_score + RB - 1) // RB  # products of a vector
     NP: tl.constexpr = _padded(N, 8)
     # Int8 vectors are multiplied as they are, by queries that are split into int8, too.
-    SPLIT: tl.constexpr = (
+    INT8_QUERIES: tl.constexpr = (
         vector_scale_ptr is not None and NR == 1 and query_ptr.dtype.element_ty != tl.float32
     )
     n = tl.arange(0, NP)
@@ -857,7 +862,7 @@ def _scores_kernel(
     query_at = query_ptr + (b * H + h) * N * r_score + n[:, None] * r_score + dims
     if NR == 1:
         query_mask = (n < N)[:, None] & (dims < r_score)
-        query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
+        query, low, query_scale = _tile_queries(query_at, query_mask, INT8_QUERIES)
 
     # 3. Tile after tile. Each of its T places has its own m and l, which are joined at the end.
     m = tl.full([T, NP], -1e30, tl.float32)
@@ -874,7 +879,7 @@ def _scores_kernel(
         logits = tl.zeros([T, NP], tl.float32)
         if NR == 1:
             x = tl.load(vector_at, mask=live[:, None] & (dims < r_score), other=0.0)
-            if SPLIT:
+            if INT8_QUERIES:
                 coarse = tl.dot(x, tl.trans(query), out_dtype=tl.int32)
                 fine = tl.dot(x, tl.trans(low), out_dtype=tl.int32)
                 logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
@@ -1068,8 +1073,10 @@ def scores(
     q [B, Hq, d]; vectors [B, H, S, >= d] of any float dtype, or int8 codes with vector_scale
     [B, H, S] fp32: a head of them serves N = Hq / H queries. Logits are q . vector * scale. rule:
         each     every query's logit -> [B, H, N, S]
-        largest  the largest attention weight of a head's queries, as a logarithm -> [B, H, S]
+        largest  the largest attention weight of a head's queries, as a logarithm -> [B, H, S];
+                 for one query a head the kernel gives its logits, which rank tokens alike
     fp32, -inf beyond pos."""
+    need(rule in ("each", "largest"), f"no rule {rule}")
     dtype = vectors.dtype if vector_scale is None else q.dtype
     queries = q.unflatten(1, (vectors.shape[1], -1)).to(dtype)
     if not kernel:
@@ -1117,7 +1124,7 @@ def block_scores_reference(
 
 @jit
 def _block_scores_kernel(
-    query_ptr,  # [B, n, H, N, r*] of the model's dtype; in codes int8 [2, ...] (_split_queries)
+    query_ptr,  # [B, n, H, N, r*] of the model's dtype; in codes int8 [2, ...] (_queries_as_int8)
     query_scale_ptr,  # [B, n, H, N] fp32 of queries in codes; else None
     vectors_ptr,  # [B, H, S, r] of the queries' dtype, or int8
     vector_scale_ptr,  # [B, H, S] fp32; None: vectors are not int8
@@ -1155,7 +1162,7 @@ def _block_scores_kernel(
     NR: tl.constexpr = (r_score + RB - 1) // RB  # products of a vector
     NP: tl.constexpr = _padded(N, 8)
     # Int8 vectors are multiplied as they are, by queries that are split into int8, too.
-    SPLIT: tl.constexpr = (
+    INT8_QUERIES: tl.constexpr = (
         vector_scale_ptr is not None and NR == 1 and query_ptr.dtype.element_ty != tl.float32
     )
     n = tl.arange(0, NP)
@@ -1192,8 +1199,8 @@ def _block_scores_kernel(
                 scale_at = query_scale_ptr + query_row // r_score + n
                 query_scale = tl.load(scale_at, mask=n < N, other=0.0)
             else:
-                query, low, query_scale = _tile_queries(query_at, query_mask, SPLIT)
-            if SPLIT:
+                query, low, query_scale = _tile_queries(query_at, query_mask, INT8_QUERIES)
+            if INT8_QUERIES:
                 coarse = tl.dot(x, tl.trans(query), out_dtype=tl.int32)
                 fine = tl.dot(x, tl.trans(low), out_dtype=tl.int32)
                 logits = (coarse * 254 + fine).to(tl.float32) * query_scale[None, :]  # < 2**31
@@ -1431,6 +1438,7 @@ def block_scores(
     if vector_scale is None:
         queries = queries.to(vectors.dtype)
     if not (kernel and block % 16 == 0):
+        need(query_scale is None, "queries in codes need the kernel, and blocks of whole 16s")
         return block_scores_reference(
             queries, vectors, vector_scale, pos, scale, block, offset, run
         )
@@ -1597,8 +1605,9 @@ def _survivors_kernel(
     C: tl.constexpr,  # rows of its tile
     CAP: tl.constexpr,  # tokens that a chunk keeps at most
 ):
-    """Keeps `least` to CAP tokens of a chunk, its best ones. Stores their keys, followed by dead
-    ones, their index, and the cut: all keys that are dropped lie below it."""
+    """Keeps the best tokens of a chunk: `least` to CAP of them, or fewer where keys tie at the cut
+    or the chunk has fewer. Stores their keys, followed by dead ones, their index, and the cut: all
+    keys that are dropped lie below it."""
     _wait_for_previous()
     _let_next_begin()
     b = tl.program_id(1).to(tl.int64)
@@ -1851,6 +1860,7 @@ def select(
         return index
     one_a_row = (-1, *[1] * (index.ndim - 1))
     newest = pos.view(one_a_row) - torch.arange(n_recent, device=pos.device)  # [B, 1, 1, n_recent]
+    newest = newest.clamp(min=-1).int()
     return torch.cat((index, newest.expand(*index.shape[:-1], -1)), -1)
 
 
@@ -1892,8 +1902,9 @@ class Splits(NamedTuple):
 
 
 def attend_splits(n: int, programs: int, programs_a_sm: int) -> int:
-    """How many splits n tokens are cut into, so that `programs` times as many give each
-    multiprocessor its number. A split has 128 tokens at least: fewer are not worth a merge."""
+    """How many splits n tokens are cut into. A split of all heads and rows is `programs` programs;
+    there are as many splits as give each multiprocessor programs_a_sm of these, at least one, and
+    none has fewer than 128 tokens, which are not worth a merge."""
     return max(1, min(cdiv(n, 128), programs_a_sm * SMS // programs))
 
 
@@ -2286,6 +2297,8 @@ def check_coded_values(
     n_bytes = codes.shape[3]
     has_one_scale = scale.ndim == 3
     packing = value_packing(n_bytes * 8 // bits, bits, has_one_scale)
+    # A kernel reads (minimum, scale), or the scales of two neighbouring vectors, as one word.
+    need(scale.storage_offset() % 2 == 0, "scale of values must begin at a whole word")
     pair = () if has_one_scale else (packing.D // packing.GROUP, 2)
     strides = check_store(
         B,
@@ -2305,6 +2318,30 @@ def as_words(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if scale.ndim == 3:
         return words, scale
     return words, scale.view(torch.int32)
+
+
+class KernelValues(NamedTuple):
+    """Values as a kernel takes them, plain or in codes."""
+
+    v: Tensor  # plain, or words of codes
+    scale: Tensor | None  # of codes
+    packing: Packing | None  # of codes
+    strides: tuple[int, ...]  # check_store
+    DV: int
+
+
+def kernel_values(v: Tensor, v_scale: Tensor | None, bits: int, dtype: torch.dtype) -> KernelValues:
+    """v [B, Hkv, S, DV] of this dtype with bits = 16, whatever the dtype, and no scale; or codes of
+    2 or 4 bits with the scale that check_coded_values wants."""
+    B, Hkv, S, width = v.shape
+    if bits == 16:
+        need(v_scale is None, "values of 16 bits have no scale")
+        strides = check_store(B, Hkv, S, values=(v, dtype, width))
+        return KernelValues(v, None, None, strides, width)
+    need(v_scale is not None, f"values of {bits} bits need a scale")
+    packing, strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
+    words, scale_words = as_words(v, v_scale)
+    return KernelValues(words, scale_words, packing, strides, packing.D)
 
 
 # ------------------------------------------------------------------------- attention: plain K and V
@@ -2354,16 +2391,19 @@ def _attend_plain_kernel(
     d = tl.arange(0, _padded(D, 16))
     channel = tl.arange(0, _padded(DV, 16))
 
-    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    # 1. The tokens of this split. The last split has the exact tokens, too, and so fewer of the
+    # others.
     length = n
     if index_ptr is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     tiles = tl.cdiv(length, T)
-    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    exact_tiles = 0 if exact_k_ptr is None else tl.cdiv(z, T)
+    share = tl.cdiv(tiles + exact_tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
     if index_ptr is not None:
-        index_ptr += b * index_stride + p * sets // programs * n  # its set of the index
+        set_number = p * sets // programs  # the set of this program's head
+        index_ptr += b * index_stride + set_number * n
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         offs = first * T + tl.arange(0, T)
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
@@ -2544,6 +2584,10 @@ def attend_plain(
 # in 16 bits (the paper's SALS; Palu, whose heads have latents of their own). It needs both shared
 # blocks, of the kernels that attend and of those that decode packed codes; and the codes of a
 # token.
+#
+# A latent has r = R8 + 2 N4 dims. In codes the leading R8 (the r* of scores, and LEAD in the append
+# kernel) are int8 and called `latent` here, and the others lie in N4 bytes (REST there): byte j has
+# dims R8 + j and R8 + N4 + j. Not in codes, `latent` has all dims, R8 = r and N4 = 0.
 
 
 def rope_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -2721,16 +2765,19 @@ def _attend_latents_kernel(
     else:
         channel, has_channel = _columns(PACKING)
 
-    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    # 1. The tokens of this split. The last split has the exact tokens, too, and so fewer of the
+    # others.
     length = n
     if index_ptr is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     tiles = tl.cdiv(length, T)
-    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    exact_tiles = 0 if exact_k_ptr is None else tl.cdiv(z, T)
+    share = tl.cdiv(tiles + exact_tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
     if index_ptr is not None:
-        index_ptr += b * index_stride + p * sets // programs * n  # its set of the index
+        set_number = p * sets // programs  # the set of this program's head
+        index_ptr += b * index_stride + set_number * n
         # One tile ahead: a load is not prefetched if it waits for the load of its index.
         offs = first * T + tl.arange(0, T)
         next_token = tl.load(index_ptr + offs, mask=offs < n, other=-1)
@@ -2994,6 +3041,7 @@ def launch_attend_latents(
         "codes of latents have scales, dims in 4 bits, and a basis with scales",
     )
     N4 = int4_dims.shape[3] if coded else 0
+    need(N4 > 0 or not coded, "a latent in codes needs trailing dims, in 4 bits")
     DP = power2(D, 16)
     latent_dtype = torch.int8 if coded else q.dtype
     latent_strides = check_store(
@@ -3023,18 +3071,8 @@ def launch_attend_latents(
         need(
             even_scale.equal(odd_scale), "both dims of a RoPE pair have the same scale of the basis"
         )
-    if bits == 16:
-        need(v_scale is None, "values of 16 bits have no scale")
-        packing = None
-        DV = v.shape[3]
-        v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
-        v_words = v
-        v_scale_words = None
-    else:
-        need(v_scale is not None, f"values of {bits} bits need a scale")
-        packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
-        DV = packing.D
-        v_words, v_scale_words = as_words(v, v_scale)
+    values = kernel_values(v, v_scale, bits, q.dtype)
+    DV = values.DV
     chosen = check_index(index, B, Hkv, Hq, S)
     z = check_exact(exact, q, Hkv, DV)
     exact_k, exact_v = exact or (None, None)
@@ -3060,7 +3098,9 @@ def launch_attend_latents(
             return out
     programs = max(Hkv, chosen.sets)
     G = Hq // programs
-    config = latents_config(q.dtype, R8, N4, coded, D, DV, packing is None, shared_memory(q.device))
+    config = latents_config(
+        q.dtype, R8, N4, coded, D, DV, values.packing is None, shared_memory(q.device)
+    )
     splits = attend_splits(chosen.n, B * programs, config.programs_a_sm)
     parts = empty_splits(q, splits, DV)
     _attend_latents_kernel[splits, programs, B](
@@ -3072,8 +3112,8 @@ def launch_attend_latents(
         basis_scale_ptr=basis_scale,
         bias_ptr=bias,
         rope_ptr=rope if q.element_size() == 4 else rope.view(torch.int32),
-        v_ptr=v_words,
-        v_scale_ptr=v_scale_words,
+        v_ptr=values.v,
+        v_scale_ptr=values.scale,
         index_ptr=index,
         exact_k_ptr=exact_k,
         exact_v_ptr=exact_v,
@@ -3082,7 +3122,7 @@ def launch_attend_latents(
         l_ptr=parts.l,
         out_ptr=parts.out,
         latent_strides=latent_strides,
-        v_strides=v_strides,
+        v_strides=values.strides,
         n=chosen.n,
         sets=chosen.sets,
         index_stride=chosen.stride,
@@ -3100,7 +3140,7 @@ def launch_attend_latents(
         HELD=config.HELD,
         WIDE=config.WIDE,
         NARROW=config.NARROW,
-        PACKING=packing,
+        PACKING=values.packing,
         T=config.T,
         STAGES=config.STAGES,
         num_warps=config.warps,
@@ -3180,10 +3220,12 @@ def _attend_channels_kernel(
     plane = tl.arange(0, PLANES)[None, None, :, None, None]
     byte = tl.arange(0, 4)[None, None, None, None, :]
 
-    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    # 1. The tokens of this split. The last split has the exact tokens, too, and so fewer of the
+    # others.
     length = tl.minimum(tl.maximum(pos + 1 - z, 0), S)
     tiles = tl.cdiv(length, T)
-    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    exact_tiles = 0 if exact_k_ptr is None else tl.cdiv(z, T)
+    share = tl.cdiv(tiles + exact_tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
 
@@ -3617,10 +3659,12 @@ def _attend_channels_in_pairs_kernel(
     k_channel = _columns_in_pairs(BITS)
     channel = _rows_in_pairs(BITS)
 
-    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    # 1. The tokens of this split. The last split has the exact tokens, too, and so fewer of the
+    # others.
     length = tl.minimum(tl.maximum(pos + 1 - z, 0), S)
     tiles = tl.cdiv(length, T)
-    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    exact_tiles = 0 if exact_k_ptr is None else tl.cdiv(z, T)
+    share = tl.cdiv(tiles + exact_tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
 
@@ -3916,6 +3960,10 @@ def launch_attend_shared_latent(
         pos=(pos, torch.int32, B),
     )
     need(DV <= W, f"a latent of {W} numbers has no value of {DV}")
+    need(
+        W * q.element_size() <= 1024,
+        f"a latent of {W} numbers is too wide: use attend_shared_latent",
+    )
     if q.element_size() == 4:  # for tests
         T = 16
     else:  # two tiles of 64 latents of 512 numbers are 128 KB
@@ -4022,12 +4070,14 @@ def _attend_logits_kernel(
     else:
         channel, has_channel = _columns(PACKING)
 
-    # 1. The tokens of this split. The last one has the exact tokens, too, and fewer of the others.
+    # 1. The tokens of this split. The last split has the exact tokens, too, and so fewer of the
+    # others.
     length = n
     if index_ptr is None:
         length = tl.minimum(tl.maximum(pos + 1 - z, 0), n)
     tiles = tl.cdiv(length, T)
-    share = tl.cdiv(tiles + (0 if exact_k_ptr is None else tl.cdiv(z, T)), splits)
+    exact_tiles = 0 if exact_k_ptr is None else tl.cdiv(z, T)
+    share = tl.cdiv(tiles + exact_tiles, splits)
     first = split * share
     stop = tl.minimum(first + share, tiles)
     logits_ptr += b * logit_strides[0] + h * logit_strides[1]
@@ -4165,18 +4215,8 @@ def launch_attend_logits(
     check_shape("logits", logits, torch.float32, B, Hkv, G, logits.shape[3])
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
     check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
-    if bits == 16:
-        need(v_scale is None, "values of 16 bits have no scale")
-        packing = None
-        DV = v.shape[3]
-        v_strides = check_store(B, Hkv, S, values=(v, q.dtype, DV))
-        v_words = v
-        v_scale_words = None
-    else:
-        need(v_scale is not None, f"values of {bits} bits need a scale")
-        packing, v_strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
-        DV = packing.D
-        v_words, v_scale_words = as_words(v, v_scale)
+    values = kernel_values(v, v_scale, bits, q.dtype)
+    DV = values.DV
     chosen = check_index(index, B, Hkv, Hq, S)
     need(chosen.sets == 1, "all heads have the tokens of one index")
     need(logits.shape[3] >= chosen.n, f"{logits.shape[3]} logits are no {chosen.n} tokens'")
@@ -4192,8 +4232,8 @@ def launch_attend_logits(
     _attend_logits_kernel[splits, Hkv, B](
         q_ptr=q,
         logits_ptr=logits,
-        v_ptr=v_words,
-        v_scale_ptr=v_scale_words,
+        v_ptr=values.v,
+        v_scale_ptr=values.scale,
         index_ptr=index,
         exact_k_ptr=exact_k,
         exact_v_ptr=exact_v,
@@ -4202,7 +4242,7 @@ def launch_attend_logits(
         l_ptr=parts.l,
         out_ptr=parts.out,
         logit_strides=logits.stride()[:3],
-        v_strides=v_strides,
+        v_strides=values.strides,
         n=chosen.n,
         index_stride=chosen.stride,
         z=z,
@@ -4211,7 +4251,7 @@ def launch_attend_logits(
         GP=1 if G == 1 else power2(G, 8),
         D=D,
         DV=DV,
-        PACKING=packing,
+        PACKING=values.packing,
         T=config.tokens,
         STAGES=config.stages,
         num_warps=config.warps,
@@ -4251,7 +4291,8 @@ RAGGED_BLOCK = 16  # tokens, the fewest that tensor cores take: pieces begin at 
 
 
 class RaggedHead(NamedTuple):
-    """A line of the table: a head's place on the line of work. Numbers are of one token."""
+    """An entry of the table: one head, and where its work begins on the line of work. Numbers are
+    of one token."""
 
     head: int
     d_qk: int
@@ -4325,7 +4366,7 @@ def _row_blocks(pos_ptr, B, BP: tl.constexpr):
     a head [BP]."""
     row = tl.arange(0, BP)
     length = tl.load(pos_ptr + row, mask=row < B, other=-1) + 1
-    return length, tl.cumsum(tl.cdiv(length, 16), 0)
+    return length, tl.cumsum(tl.cdiv(length, 16), 0)  # RAGGED_BLOCK
 
 
 @constexpr_function
@@ -4453,28 +4494,29 @@ def _attend_ragged_kernel(
     i = tl.sum((ends_before & is_head).to(tl.int32))
 
     while work < work_stop:
-        # 2. The head, and its blocks that begin in the stretch. Its ranks are multiples of 8, which
-        # the compiler is to know.
-        line = table_ptr + i * 8
-        h = tl.load(line)
-        d_qk = tl.load(line + 1) // 8 * 8
-        d_v = tl.load(line + 2) // 8 * 8
-        k_before = tl.load(line + 3).to(tl.int64) // 8 * 8
-        v_before = tl.load(line + 4).to(tl.int64) // 8 * 8
-        begin = tl.load(line + 5) * n_blocks
-        own_work = tl.load(line + 6)
-        kind = tl.load(line + 7)
-        block = tl.cdiv(work - begin, own_work)
-        last = tl.minimum(tl.cdiv(work_stop - begin, own_work), n_blocks)
-        while block < last:
+        # 2. The head, and its blocks that begin in the stretch. Its ranks are multiples of 8,
+        # which the compiler is to know.
+        entry = table_ptr + i * 8
+        h = tl.load(entry)
+        d_qk = tl.load(entry + 1) // 8 * 8
+        d_v = tl.load(entry + 2) // 8 * 8
+        k_before = tl.load(entry + 3).to(tl.int64) // 8 * 8
+        v_before = tl.load(entry + 4).to(tl.int64) // 8 * 8
+        head_begin = tl.load(entry + 5) * n_blocks
+        block_work = tl.load(entry + 6)
+        kind = tl.load(entry + 7)
+        block = tl.cdiv(work - head_begin, block_work)
+        stop_block = tl.minimum(tl.cdiv(work_stop - head_begin, block_work), n_blocks)
+        while block < stop_block:
             # 3. The piece: up to the end of the row, or of the stretch.
             row = tl.sum((row_end <= block).to(tl.int32))
             row_begin = tl.max(tl.where(row_end <= block, row_end, 0))
-            own_end = tl.min(tl.where(row_end > block, row_end, 2147483647))
+            own_row_end = tl.min(tl.where(row_end > block, row_end, 2147483647))
             own_length = tl.sum(tl.where(row_number == row, length, 0))
-            stop_block = tl.minimum(own_end, last)
-            first = (block - row_begin) * 16  # RAGGED_BLOCK
-            stop = tl.minimum((stop_block - row_begin) * 16, own_length)
+            piece_stop = tl.minimum(own_row_end, stop_block)
+            # In tokens from here on, of which a block has RAGGED_BLOCK.
+            first = (block - row_begin) * 16
+            stop = tl.minimum((piece_stop - row_begin) * 16, own_length)
             part = (program + i * B + row).to(tl.int64)
             row = row.to(tl.int64)
             for j in tl.static_range(len(WIDTHS)):
@@ -4499,9 +4541,9 @@ def _attend_ragged_kernel(
                         _tile_tokens(WIDTHS[j], NUMBERS, 128),
                         STAGES,
                     )
-            block = stop_block
+            block = piece_stop
         i += 1
-        work = begin + n_blocks * own_work
+        work = head_begin + n_blocks * block_work
 
 
 @jit
@@ -4536,16 +4578,17 @@ def _merge_ragged_kernel(
     row_number = tl.arange(0, BP)
     _, row_end = _row_blocks(pos_ptr, B, BP)
     n_blocks = tl.max(row_end)
-    first = tl.sum(tl.where(row_number == row - 1, row_end, 0))
-    stop = tl.sum(tl.where(row_number == row, row_end, 0))
+    first_block = tl.sum(tl.where(row_number == row - 1, row_end, 0))
+    stop_block = tl.sum(tl.where(row_number == row, row_end, 0))
     share = tl.maximum(tl.cdiv(n_blocks * work_a_block, programs), most_work)
-    begin = tl.load(table_ptr + i * 8 + 5) * n_blocks  # by its work_before
-    own_work = tl.load(table_ptr + i * 8 + 6)
-    first_program = (begin + first * own_work) // share
-    last_program = (begin + (stop - 1) * own_work) // share
+    entry = table_ptr + i * 8  # columns as in _attend_ragged_kernel
+    head_begin = tl.load(entry + 5) * n_blocks
+    block_work = tl.load(entry + 6)
+    first_program = (head_begin + first_block * block_work) // share
+    last_program = (head_begin + (stop_block - 1) * block_work) // share
     # 2. Their parts.
-    d_v = tl.load(table_ptr + i * 8 + 2)
-    v_before = tl.load(table_ptr + i * 8 + 4) - k_numbers
+    d_v = tl.load(entry + 2)
+    v_before = tl.load(entry + 4) - k_numbers
     m = tl.full([], -1e30, tl.float32)
     l = tl.full([], 0.0, tl.float32)
     acc = tl.zeros([C], tl.float32)
@@ -4576,7 +4619,7 @@ class RaggedConfig(NamedTuple):
 
 def ragged_config(dtype: torch.dtype) -> RaggedConfig:
     """One warp attends a tile without waiting for others, and eight such programs hide the memory's
-    latency: 2048 numbers of keys and of values are 8 KB a tile, of which two are on their way.
+    latency: 2048 numbers of keys and of values are 8 KB a tile, of which three are in flight.
     Measured on an H200. fp32 is for tests."""
     if dtype == torch.float32:
         return RaggedConfig(numbers=1024, stages=2, programs_a_sm=4)
@@ -4602,9 +4645,14 @@ def launch_attend_ragged(
     scale: float,
     balanced: bool = True,
 ) -> Tensor:
-    """attend_ragged with a kernel. ranks: d_qk of each head, then d_v of each, multiples of 8;
-    table: their ragged_table of the same `balanced`. pos [B] int32 must be below S.
-    A row of no tokens, pos -1, leaves the others right; its own result means nothing."""
+    """attend_ragged by its kernels: q [B, Hq, max d_qk], read up to a head's d_qk -> [B, G * sum of
+    d_v], heads in the model's order.
+
+    packed: K' [B, S, d_qk] of each head, then V' [B, S, d_v] of each, in one line of q's dtype; its
+    size gives S. ranks: d_qk of each head, then d_v of each, multiples of 8. table [Hkv, 8] int32:
+    their ragged_table of the same `balanced`. pos [B] int32 must be below S. scale: that of the
+    full head dim. A row of no tokens, pos -1, leaves the others right; its own result means
+    nothing."""
     B, Hq, DQ = q.shape
     Hkv = len(ranks) // 2
     fits = len(ranks) == 2 * Hkv > 0 and min(ranks) > 0 and Hq % Hkv == 0
@@ -4633,9 +4681,10 @@ def launch_attend_ragged(
     blocks = B * cdiv(S, RAGGED_BLOCK)
     config = ragged_config(q.dtype)
     programs = min(config.programs_a_sm * SMS, blocks * Hkv)
-    # The line is counted in int32, up to the end of the last program's stretch.
+    # The line is counted in int32, up to the end of the last program's stretch; and so are the
+    # numbers of a row of one head.
     need(
-        (blocks + programs) * work_a_block < 2**31,
+        (blocks + programs) * work_a_block < 2**31 and S * max(ranks) < 2**31,
         f"{B} rows of {S} tokens are too many for one launch",
     )
     parts = programs + B * Hkv
@@ -4778,7 +4827,8 @@ def _fetch_kernel(
 def launch_fetch_rows(
     rows: Tensor, index: Tensor, place: Tensor, miss: Tensor, hot: Tensor
 ) -> None:
-    """fetch_rows by its kernel."""
+    """fetch_rows by its kernel: rows [B, Hkv, S, W], perhaps mapped host memory; index and place
+    int64, miss bool [B, Hkv, n]; hot [B, Hkv, slots, W] of rows' dtype, which it changes."""
     B, Hkv, S, W = rows.shape
     n = index.shape[2]
     slots = hot.shape[2]
@@ -4813,8 +4863,9 @@ def fetch_rows(
     """hot[place] = rows[index] where miss. The kernel reads only missing rows.
 
     rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
-    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. The places of missing rows are
-    distinct."""
+    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. All places of
+    a head are distinct, and every index is a token, where nothing is missing, too: PyTorch reads
+    and writes these as well."""
     if kernel:
         launch_fetch_rows(rows, index, place, miss, hot)
     else:
