@@ -14,7 +14,8 @@ What lies in memory is a *store*, which owns its buffers. So the measured size o
 of its buffers, and nothing here only masks. A cache hands stores and an index of tokens to an
 operation of kernels.py, which runs as a Triton kernel or as PyTorch.
 
-    B rows of a batch, S tokens, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim
+    B rows of a batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dim
+    S       tokens: in a step, of the sequence so far; in stores and scores, the cache's capacity
     pos     [B] on the device: the position of the newest token of each row
     index   [B, Hkv or 1, G or 1, n]: the tokens that a KV head, or a query head, attends; -1 for
             none. 1 in the place of Hkv or G: all heads, or all heads of a group, attend the same
@@ -94,7 +95,9 @@ def kernels_run(config: ModelConfig, device: torch.device, wanted: bool | None) 
     if wanted and not (fits and triton_runs_on(device)):
         needs = "CUDA, triton and a head dim of at least 16"
         raise UserError(f"the kernels need {needs}; use --no-kernels")
-    return bool(wanted or wanted is None and fits and device.type == "cuda")
+    if wanted is None:
+        return fits and device.type == "cuda"
+    return wanted
 
 
 # -------------------------------------------------------------------------- the protocol of a cache
@@ -149,12 +152,12 @@ class Cache(nn.Module):
         super().__init__()
         self.context = context
         self.config = context.config
-        self.scale = context.softmax_scale
+        self.softmax_scale = context.softmax_scale
         self.kernel = context.kernel
         self.rope = context.rope
         self.rope_from = context.rope_from
-        # Two stores of exact keys and exact values, or none. For tokens that both hold, these count
-        # and the other stores do not.
+        # None, or a store of exact keys and one of exact values (sinks, recent tokens). Other
+        # stores may hold the same tokens, compressed; attention then takes the exact ones.
         self.exact: Sequence[RingStore] = ()
         self.tables = {}  # name -> what a new row's entries are
         self.table_bytes = 0
@@ -222,15 +225,15 @@ class Cache(nn.Module):
 
     def bytes_read(self, length: int) -> int:
         """Bytes that one decode step must read here for one row of `length` tokens."""
-        return length * self.token_bytes()
+        return length * self.compressed_bytes_per_token()
 
-    def token_bytes(self) -> int:
+    def compressed_bytes_per_token(self) -> int:
         """Bytes of one token in the stores that hold every token."""
         return sum(s.token_bytes for s in self.stores() if not isinstance(s, RingStore))
 
     def miss_rate(self, rows: int | None = None) -> float | None:
-        """The fraction of selected tokens that had to come from host memory, or None. rows: of so
-        many first rows, if others are idle."""
+        """The fraction of selected tokens that had to come from host memory, or None. rows: count
+        only so many first rows, if the others are idle."""
         return None
 
     # ---- 4. The state of a row: what saving, forking and going back need
@@ -245,8 +248,8 @@ class Cache(nn.Module):
         return state
 
     def restore_row(self, row: int, length: int, state: dict[str, Tensor]) -> None:
-        """Makes a row what another was, maybe in another cache of the same settings: state is that
-        row's row_state, of the same length."""
+        """Copies a saved state into a row. state comes from row_state with the same length, of any
+        row of a cache with the same settings."""
         self.reset(row)
         for name, view in self.row_state(row, length).items():
             copy_by_kernel(state[name], view)
@@ -288,7 +291,7 @@ def dense_bytes(context: CacheContext) -> int:
     return tokens * 2 * context.config.kv_dim * context.dtype.itemsize
 
 
-def cache_bytes(caches: Iterable[Cache]) -> dict[str, int]:
+def cache_bytes(caches: Sequence[Cache]) -> dict[str, int]:
     """Bytes of all layers, by the names that a report has."""
     return {
         "cache_bytes_measured": sum(cache.bytes_stored() for cache in caches),
@@ -310,7 +313,7 @@ class Store(nn.Module):
     and `mix` (of values) for all."""
 
     kind = "plain"  # the form, by which `attend` finds a kernel
-    bits = 16  # of a number; fewer are codes
+    bits = 16  # of a code; 16 means no codes, whatever the dtype
     token_bytes = 0  # of one token, all heads together
 
     def write_prompt(self, row: int, start: int, x: Tensor) -> None:
@@ -491,11 +494,11 @@ def ring_positions(pos: Tensor, n: int) -> Tensor:
 
 def attend(
     q: Tensor,
-    keys,
-    values,
+    keys: "Store | RebuiltKeys",
+    values: Store,
     pos: Tensor,
     index: Tensor | None = None,
-    exact: Sequence = (),
+    exact: "Sequence[ExactStore]" = (),
     *,
     scale: float,
     kernel: bool,
@@ -503,7 +506,8 @@ def attend(
     """Attention of one new token of each row over stored tokens: q [B, Hq, D] after RoPE ->
     [B, Hq, DV].
 
-    keys, values: two stores. index: which of their tokens are attended,
+    keys, values: stores, or RebuiltKeys, which makes keys from latents. index: which of their
+    tokens are attended,
         [B, Hkv or 1, G or 1, n]    these; -1 stands for none
         None                        all of each row, up to pos [B]
     exact: none, or two stores (ExactStore) of exact keys and values. All of their tokens are
@@ -528,7 +532,13 @@ def exact_tensors(exact: Sequence) -> list[Tensor]:
 
 
 def attend_index(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor, exact: Sequence, scale: float
+    q: Tensor,
+    keys: "Store | RebuiltKeys",
+    values: Store,
+    pos: Tensor,
+    index: Tensor,
+    exact: "Sequence[ExactStore]",
+    scale: float,
 ) -> Tensor:
     """`attend` in PyTorch, where an index names the tokens: these are read and decoded, and then
     attended as plain K and V."""
@@ -551,7 +561,14 @@ def attend_index(
     )
 
 
-def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: float) -> Tensor:
+def attend_all(
+    q: Tensor,
+    keys: "Store | RebuiltKeys",
+    values: Store,
+    pos: Tensor,
+    exact: "Sequence[ExactStore]",
+    scale: float,
+) -> Tensor:
     """`attend` in PyTorch, over all tokens up to pos. Stores in codes are not decoded: `logits` and
     `mix` multiply the codes as they are."""
     is_plain = keys.kind == values.kind == "plain"
@@ -586,7 +603,7 @@ def attend_all(q: Tensor, keys, values, pos: Tensor, exact: Sequence, scale: flo
 # By a kernel
 
 
-def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
+def has_kernel(q: Tensor, keys: "Store | RebuiltKeys", values: Store, index: Tensor | None) -> bool:
     """Whether kernels.py has a kernel for keys and values of these forms."""
     has_coded_values = values.bits < 16
     if has_coded_values and q.shape[-1] % 16:  # kernels.value_packing refuses such head dims
@@ -599,7 +616,13 @@ def has_kernel(q: Tensor, keys, values, index: Tensor | None) -> bool:
 
 
 def attend_by_kernel(
-    q: Tensor, keys, values, pos: Tensor, index: Tensor | None, exact: Sequence, scale: float
+    q: Tensor,
+    keys: "Store | RebuiltKeys",
+    values: Store,
+    pos: Tensor,
+    index: Tensor | None,
+    exact: "Sequence[ExactStore]",
+    scale: float,
 ) -> Tensor:
     """`attend` by a kernel: that of the keys' form, which takes their buffers."""
     q = q.contiguous()
@@ -721,7 +744,7 @@ class DenseCache(Cache):
             pos,
             index,
             exact=self.exact,
-            scale=self.scale,
+            scale=self.softmax_scale,
             kernel=self.kernel,
         )
 
@@ -897,7 +920,8 @@ class ScoringCache(DenseCache):
 
 @dataclass
 class TopKSettings(KeepSettings):
-    """Exact top-k: full logits choose the tokens. It saves no bytes: selection's oracle."""
+    """Exact top-k: full logits choose the tokens. It saves no bytes, but shows what a perfect
+    selection would reach."""
 
 
 class TopKCache(ScoringCache):
@@ -909,7 +933,7 @@ class TopKCache(ScoringCache):
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """The largest attention weight that any query head of a group gives, as a logarithm."""
         scores = kernels.scores(
-            q, self.keys.vectors, None, pos, self.scale, "largest", kernel=self.kernel
+            q, self.keys.vectors, None, pos, self.softmax_scale, "largest", kernel=self.kernel
         )
         return scores.unsqueeze(2)  # [B, Hkv, 1, S]
 
@@ -982,11 +1006,11 @@ def appended(stored: Iterable[Tensor], *new: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.cat((old, x[None])) for old, x in zip(stored, new, strict=True))
 
 
-def rank_at(values: Tensor, fraction: float) -> Tensor:
+def rank_at(eigenvalues: Tensor, fraction: float) -> Tensor:
     """Rank@v (Loki Eq. 2): how many leading eigenvalues hold this fraction of their sum.
 
-    values [..., n], the largest first -> [...]."""
-    below = values.cumsum(-1) / values.sum(-1, keepdim=True) < fraction
+    eigenvalues [..., n], the largest first -> [...]."""
+    below = eigenvalues.cumsum(-1) / eigenvalues.sum(-1, keepdim=True) < fraction
     return below[..., :-1].sum(-1) + 1  # all n hold 1, whatever rounding says
 
 
@@ -1028,7 +1052,8 @@ class LokiCache(ScoringCache):
 
     def past(self, row: int, length: int) -> tuple[Tensor, Tensor]:
         keys, values = super().past(row, length)
-        return in_basis(keys, self.P.mT), values  # P^T turns them back: P is orthogonal
+        # P^T turns them back. If reduced, what the columns left out held is lost.
+        return in_basis(keys, self.P.mT), values
 
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """Line 5. Each query head scores for itself, by its logits on the d leading components:
@@ -1038,7 +1063,7 @@ class LokiCache(ScoringCache):
         shares = self.settings.share == "group"
         rule = "largest" if shares else "each"
         scores = kernels.scores(
-            leading, self.keys.vectors, None, pos, self.scale, rule, kernel=self.kernel
+            leading, self.keys.vectors, None, pos, self.softmax_scale, rule, kernel=self.kernel
         )
         return scores.unsqueeze(2) if shares else scores
 
@@ -1053,7 +1078,7 @@ class LokiCache(ScoringCache):
         """d components of every key, then K and V of the selected tokens. Each of a KV head's G
         query heads has a set of its own, so that it may be G times as many, if no token is in two
         sets."""
-        if self.settings.reduced:
+        if self.settings.reduced or self.covers_all():
             return DenseCache.bytes_read(self, length)
         sets = 1 if self.settings.share == "group" else self.config.group
         attended = min(length, sets * sum(self.settings.budget(length)))
@@ -1062,7 +1087,7 @@ class LokiCache(ScoringCache):
         return round(keys + attended * self.values.token_bytes)
 
 
-def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], ArtifactShapes]:
+def shapes_of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], ArtifactShapes]:
     """What a row of METHODS has as its `tensors`: of each name what the artifact holds of every KV
     head, a matrix [D, D] if it is a basis, else numbers [D]. others: tensors of another shape."""
 
@@ -1077,7 +1102,7 @@ def of_heads(*names: str, **others: tuple) -> Callable[[ModelConfig], ArtifactSh
     return tensors
 
 
-loki_tensors = of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eigenvalues")
+loki_shapes = shapes_of_heads("pre.basis", "post.basis", "pre.eigenvalues", "post.eigenvalues")
 
 
 # --------------------------------------------------------------------------------------------- KIVI
@@ -1112,9 +1137,9 @@ def kivi_step(
 
     # 2. Values in codes per token, 32 channels a group. The last R are exact.
     n_coded = max(0, len(V) - R)
-    group = min(GROUP, len(v))
-    codes, min_and_scale = quantize(V[:n_coded], bits, group)
-    coded = dequantize(codes, min_and_scale, bits, group, V.dtype)
+    n_channels = min(GROUP, len(v))  # of a value, that share a scale
+    codes, min_and_scale = quantize(V[:n_coded], bits, n_channels)
+    coded = dequantize(codes, min_and_scale, bits, n_channels, V.dtype)
     values = torch.cat((coded, V[n_coded:]))
 
     # 3. Attend every token.
@@ -1174,7 +1199,7 @@ def mix_codes(weights: Tensor, codes: Tensor, min_and_scale: Tensor, bits: int) 
     group = D // n_groups  # channels of a group
     run = math.gcd(group, width)
     parts = []
-    for channel in range(0, group * n_groups, run):
+    for channel in range(0, D, run):
         plane, byte = divmod(channel, width)
         i = channel // group
         codes_of_run = (codes[..., byte : byte + run] >> (plane * bits)) & (2**bits - 1)
@@ -1216,7 +1241,8 @@ class CodedStore(TokenStore):
         self.bits = bits
         self.group = min(self.group, width)
         if width % self.group or width * bits % 8:
-            fault = "need a head dim that groups of 32 divide, or that fills whole bytes"
+            fault = "need a head dim that groups of 32 divide"
+            fault += ", or one below 32 that fills whole bytes"
             raise UserError(f"{bits}-bit values {fault}, not {width}")
         super().__init__(context, n_heads, n_tokens, width)
 
@@ -1358,7 +1384,8 @@ class KiviCache(DenseCache):
         R = settings.residual
         if R < GROUP or R % GROUP:
             raise UserError(f"--residual {R}: give a multiple of 32, at least 32")
-        n_recent = min(R, -(-context.max_seq_length // GROUP) * GROUP)
+        # One group more than fits, so that no block is full before it has R tokens.
+        n_recent = min(R, (context.max_seq_length // GROUP + 1) * GROUP)
         exact = exact_stores(context, n_sinks=0, n_recent=n_recent)
         keys = ChannelKeys(context, settings.bits, ring=exact[0])
         values = CodedStore(
@@ -1378,7 +1405,7 @@ class KiviCache(DenseCache):
     def bytes_read(self, length: int) -> int:
         recent = min(length, self.keys.R)
         exact_bytes = sum(store.token_bytes for store in self.exact)
-        return round((length - recent) * self.token_bytes() + recent * exact_bytes)
+        return round((length - recent) * self.compressed_bytes_per_token() + recent * exact_bytes)
 
 
 # --------------------------------------------------------------------------------------------- SALS
@@ -1419,7 +1446,9 @@ class SalsSettings:
 
     def __post_init__(self):
         if self.variant == "paper" and self.score != "sum":
-            raise UserError("--variant paper has --score sum alone; leave --score out")
+            in_python = 'settings_from("sals", {"variant": "paper"})'
+            remedy = f"leave --score out (in Python, {in_python} has the paper's settings)"
+            raise UserError(f"--variant paper has --score sum alone; {remedy}")
 
     def budget(self, max_seq_length: int) -> Budget:
         """The tokens that a sparse layer attends: x sinks, y selected and z recent ones."""
@@ -1502,7 +1531,7 @@ def sals_step(
     Hkv, D = k.shape
     S = len(stored.latents) + 1
     now = torch.tensor([S - 1])
-    group = min(GROUP, D)  # channels of a value that share a scale
+    n_channels = min(GROUP, D)  # of a value, that share a scale
 
     # 2. Project the new key and query. A group's heads share their keys, so their queries are
     # summed.
@@ -1512,7 +1541,7 @@ def sals_step(
 
     # 3. Append.
     k_rotated = rope(k[None], now)[0]
-    v_codes, v_pairs = quantize(v, bits, group)
+    v_codes, v_pairs = quantize(v, bits, n_channels)
     stored = SalsStored(*appended(stored, latent, v_codes, v_pairs, k_rotated, v))
 
     # 4. Score every token on the r* leading dims (sec. 4.3): without RoPE, for all heads at once.
@@ -1526,7 +1555,7 @@ def sals_step(
 
     # 6. Rebuild their keys, and decode their values.
     k_chosen = (stored.latents[chosen] @ U.T).unflatten(-1, (Hkv, D))
-    v_chosen = dequantize(stored.v_codes[chosen], stored.v_pairs[chosen], bits, group, v.dtype)
+    v_chosen = dequantize(stored.v_codes[chosen], stored.v_pairs[chosen], bits, n_channels, v.dtype)
 
     # 7. Rotate the query and the rebuilt keys, each at its own position.
     q = rope(q[None], now)[0]
@@ -1676,16 +1705,16 @@ def rotate_values(attention: Attention, c: ModelConfig) -> None:
     wo.weight = nn.Parameter(rotated.to(wo.weight.dtype), False)
 
 
-def int4_gain(values: Tensor, r_score: int, r: int) -> Tensor:
+def int4_gain(variances: Tensor, r_score: int, r: int) -> Tensor:
     """The factor for the dims of a latent beyond r*, by which both its parts need about the same
     scale (ours), since `quantize_mixed` has one for both.
 
-    values [Hkv*D]: the mean square of each dim of a latent. The int8 part needs the scale
+    variances [Hkv*D]: the mean square of each dim of a latent. The int8 part needs the scale
     `largest / 127`, where the largest of n normal numbers is about sqrt(2 ln 2n) deviations. The
     4-bit part needs the scale at which its levels, 8 scales apart, are LEVELS_APART deviations
     apart."""
-    int8_deviation = values[:r_score].mean().sqrt()
-    int4_deviation = values[r_score:r].mean().sqrt()
+    int8_deviation = variances[:r_score].mean().sqrt()
+    int4_deviation = variances[r_score:r].mean().sqrt()
     unit = int8_deviation * (math.sqrt(2 * math.log(2 * r_score)) / 127)
     gain = 8 / LEVELS_APART[4] * unit / int4_deviation.clamp(min=1e-12)
     return gain.clamp(1e-2, 1e2)
@@ -1716,7 +1745,7 @@ def leading_basis(
     if basis.shape[1] < r:
         fault = f"rank {r} is more than the {basis.shape[1]} directions in the artifact"
         command = f"python calibrate.py fit --method sals --max_rank {r / c.kv_dim:g}"
-        raise UserError(f"{fault}; make it again: {command}")
+        raise UserError(f"{fault}; lower --rank, or make it again: {command}")
     return basis[:, :r]
 
 
@@ -1756,9 +1785,10 @@ def mean_rotations(context: CacheContext) -> Rotations:
     a row attends does not depend on how many tokens the cache has room for."""
     n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
     cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
-    mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
-    mean_sin = [block.mean(0) for block in sin.split(SCORE_BLOCK)]
-    return Rotations(SCORE_BLOCK, torch.stack(mean_cos), torch.stack(mean_sin))
+    blocks = (n_blocks, SCORE_BLOCK)
+    return Rotations(
+        SCORE_BLOCK, cos.unflatten(0, blocks).mean(1), sin.unflatten(0, blocks).mean(1)
+    )
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -1862,7 +1892,7 @@ class ScaledStore(CodedStore):
     are about equally large: one group has all channels."""
 
     kind = "spread"
-    group = math.inf
+    group = math.inf  # so that CodedStore makes it the width
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return super().layout() | {"scale": ((), torch.float16)}
@@ -2018,6 +2048,34 @@ class LatentCache(Cache):
         self.exact[1].write_prompt(row, start, v)
         return causal_attention(q, past_and_new_k, past_and_new_v)
 
+    def write_latent(self, pos: Tensor, latent: Tensor, v: Tensor) -> None:
+        """The latent [B, r] and values v [B, Hkv, D] of one token of each row."""
+        self.latents.write_token(pos, latent[:, None])
+        self.values.write_token(pos, v)
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
+        # Write.
+        q_rotated = self.rope(q, pos)
+        self.write_latent(pos, self.latent(k, *projected), v)
+        self.exact[0].write_token(pos, self.rope(k, pos))
+        self.exact[1].write_token(pos, v)
+        # Score and select. The sinks, which come first, are exact; the others' keys are rebuilt.
+        index = None
+        if self.is_sparse:
+            scores = self.score(pos, q, q_rotated, *projected[1:])  # projected[0] is the latent
+            index = self.select(pos, scores)[..., self.budget.n_sinks :]
+        # Attend.
+        return attend(
+            q_rotated,
+            self.keys,
+            self.values,
+            pos,
+            index,
+            exact=self.exact,
+            scale=self.softmax_scale,
+            kernel=self.kernel,
+        )
+
     def select(self, pos: Tensor, scores: Tensor) -> Tensor:
         """The sinks, then the best tokens before the recent ones: an index [B, 1, 1, x + y]."""
         return kernels.select(scores, pos, self.budget, kernel=self.kernel)
@@ -2030,10 +2088,10 @@ class LatentCache(Cache):
         recent = min(n_recent, length)
         exact_bytes = sum(store.token_bytes for store in self.exact)
         if not self.is_sparse:
-            return (length - recent) * self.token_bytes() + recent * exact_bytes
+            return (length - recent) * self.compressed_bytes_per_token() + recent * exact_bytes
         chosen = min(n_sinks + n_selected, length - recent)
         sinks = min(n_sinks, chosen)
-        selected_bytes = (chosen - sinks) * self.token_bytes()
+        selected_bytes = (chosen - sinks) * self.compressed_bytes_per_token()
         return length * self.scored_bytes() + selected_bytes + (sinks + recent) * exact_bytes
 
 
@@ -2110,7 +2168,7 @@ class SalsCache(LatentCache):
             self.latents.vectors,
             self.latents.scale,
             pos,
-            self.scale,
+            self.softmax_scale,
             block=self.blocks.tokens,
             offset=mean_logit,
             run=self.mean_blocks.tokens,
@@ -2119,30 +2177,8 @@ class SalsCache(LatentCache):
         )
         return scores.unsqueeze(2)
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        # Write.
-        q_rotated = self.rope(q, pos)
-        latent = self.latent(k, *projected)
-        k = self.rope(k, pos)
+    def write_latent(self, pos: Tensor, latent: Tensor, v: Tensor) -> None:
         kernels.append(pos, self.latents, latent, self.values, v, kernel=self.kernel)
-        self.exact[0].write_token(pos, k)
-        self.exact[1].write_token(pos, v)
-        # Score and select. The sinks, which come first, are exact; the others' keys are rebuilt.
-        index = None
-        if self.is_sparse:
-            scores = self.score(pos, q, q_rotated, *projected[1:])
-            index = self.select(pos, scores)[..., self.budget.n_sinks :]
-        # Attend.
-        return attend(
-            q_rotated,
-            self.keys,
-            self.values,
-            pos,
-            index,
-            exact=self.exact,
-            scale=self.scale,
-            kernel=self.kernel,
-        )
 
     def scored_bytes(self) -> int:
         return self.r_score * self.latents.vectors.itemsize + self.latents.scale.itemsize
@@ -2163,7 +2199,7 @@ class SumScoreSalsCache(SalsCache):
             self.latents.vectors,
             self.latents.scale,
             pos,
-            self.scale,
+            self.softmax_scale,
             "each",
             kernel=self.kernel,
         )
@@ -2202,7 +2238,7 @@ class PaperSalsCache(LatentCache):
             return projected[0]
         return k.flatten(1) @ self.U
 
-    def score(self, pos: Tensor, q: Tensor, *projected: Tensor) -> Tensor:
+    def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
         """A score of every token [B, 1, 1, S]: the sum of all heads' logits, without RoPE (sec.
         4.3).
 
@@ -2212,33 +2248,7 @@ class PaperSalsCache(LatentCache):
         else:
             query = summed_query(q, self.U_score, self.config.n_kv_heads)
         return kernels.scores(
-            query, self.latents.vectors, None, pos, self.scale, "each", kernel=self.kernel
-        )
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, *projected: Tensor) -> Tensor:
-        # Write.
-        q_rotated = self.rope(q, pos)
-        latent = self.latent(k, *projected)
-        k = self.rope(k, pos)
-        self.latents.write_token(pos, latent[:, None])
-        self.values.write_token(pos, v)
-        self.exact[0].write_token(pos, k)
-        self.exact[1].write_token(pos, v)
-        # Score and select. The sinks, which come first, are exact; the others' keys are rebuilt.
-        index = None
-        if self.is_sparse:
-            scores = self.score(pos, q, *projected[1:])
-            index = self.select(pos, scores)[..., self.budget.n_sinks :]
-        # Attend.
-        return attend(
-            q_rotated,
-            self.keys,
-            self.values,
-            pos,
-            index,
-            exact=self.exact,
-            scale=self.scale,
-            kernel=self.kernel,
+            query, self.latents.vectors, None, pos, self.softmax_scale, "each", kernel=self.kernel
         )
 
     def scored_bytes(self) -> int:
@@ -2274,7 +2284,7 @@ def sals_caches(
     return caches
 
 
-def sals_tensors(c: ModelConfig) -> ArtifactShapes:
+def sals_shapes(c: ModelConfig) -> ArtifactShapes:
     found = {}
     for name in ("scale", "mean", "query_eigenvalues", "key_eigenvalues"):  # "scale" is S_q
         found[name] = (float, c.n_layers, c.kv_dim)
@@ -2542,31 +2552,31 @@ def take_slots(
         slot_of [B, Hkv, S]   of a position: its slot, or -1
         pos_of  [B, Hkv, C]   of a slot: the position in it, or -1
         stamp   [B, Hkv, C]   of a slot: the last step that used it"""
-    slot = slot_of.gather(-1, index).long()
-    hit = slot >= 0
+    slot_of_hit = slot_of.gather(-1, index).long()  # -1 for a miss
+    hit = slot_of_hit >= 0
 
     # 1. Stamp the slots of hits. (Misses stamp a spare slot behind the last, which is cut off.)
     spare = stamp.shape[-1]
-    stamped_slot = torch.where(hit, slot, spare)
-    stamped = F.pad(stamp, (0, 1)).scatter(-1, stamped_slot, step.expand_as(slot))
+    stamped_slot = torch.where(hit, slot_of_hit, spare)
+    stamped = F.pad(stamp, (0, 1)).scatter(-1, stamped_slot, step.expand_as(stamped_slot))
     stamp.copy_(stamped[..., :-1])
 
     # 2. The n-th miss takes the n-th of the other slots. There are enough: C >= k.
     n = misses_so_far(hit)  # of a miss its number, from 1 on
     slot_of_miss = slots_for_misses(stamp, step, index.shape[-1]).gather(-1, n.long()).long()
-    place = torch.where(hit, slot, slot_of_miss)  # all distinct
+    slot = torch.where(hit, slot_of_hit, slot_of_miss)  # all distinct
 
     # 3. The tables forget what is evicted, and learn what comes.
     miss = live & ~hit
-    before = pos_of.gather(-1, place)  # what each place holds so far
+    previous = pos_of.gather(-1, slot)  # the position in each of these slots so far, or -1
     # Clear the slots of evicted tokens. A token that evicts nothing clears its own slot, and the
     # next line sets that again: so the shapes stay fixed.
-    evicted = torch.where(miss & (before >= 0), before, index)
+    evicted = torch.where(miss & (previous >= 0), previous, index)
     slot_of.scatter_(-1, evicted, -1)
-    slot_of.scatter_(-1, index, torch.where(live, place, -1).int())
-    pos_of.scatter_(-1, place, torch.where(live, index, before).int())
-    stamp.scatter_(-1, place, torch.where(live, step, stamp.gather(-1, place)))
-    return place, miss
+    slot_of.scatter_(-1, index, torch.where(live, slot, -1).int())
+    pos_of.scatter_(-1, slot, torch.where(live, index, previous).int())
+    stamp.scatter_(-1, slot, torch.where(live, step, stamp.gather(-1, slot)))
+    return slot, miss
 
 
 def misses_so_far(hit: Tensor) -> Tensor:
@@ -2741,14 +2751,16 @@ class LrqkCache(Cache):
             self.stamp == self.step,
             pos,
             exact=exact_tensors(self.exact),
-            scale=self.scale,
+            scale=self.softmax_scale,
             kernel=self.kernel,
         )
 
     def project(self, pos: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The proxies q^ [B, Hkv, G, r] and k^ [B, Hkv, 1, r] of the new token's q [B, Hkv, G, D]
         and k [B, Hkv, 1, D]; fp32."""
-        return q @ self.basis_q.mT, k @ self.basis_k.mT
+        w_q = self.basis_q.mT  # the tables hold W^T here; PaperLrqkCache holds B in them
+        w_k = self.basis_k.mT
+        return q @ w_q, k @ w_k
 
     def select(self, pos: Tensor, q_hat: Tensor) -> Tensor:
         """q_hat [B, Hkv, G, r] -> the best tokens before the recent ones, an index
@@ -2758,13 +2770,13 @@ class LrqkCache(Cache):
     def best_tokens(self, rows: slice, pos: Tensor, q_hat: Tensor) -> Tensor:
         """`select` for some of the rows: pos and q_hat are theirs."""
         # The largest weight that a query of the group gives, among the tokens that are not recent.
-        before = pos - self.budget.n_recent
+        newest_old = pos - self.budget.n_recent
         scores = kernels.scores(
             q_hat.flatten(1, 2),
             self.a_k[rows],
             None,
-            before,
-            self.scale,
+            newest_old,
+            self.softmax_scale,
             "largest",
             kernel=self.kernel,
         )
@@ -2780,7 +2792,7 @@ class LrqkCache(Cache):
         index = index.where(live, pos[:, None, None]).long()
         if not self.reuse:  # forget what is there, so that all tokens miss
             self.slot_of[rows] = -1
-        place, miss = take_slots(
+        slot, miss = take_slots(
             index,
             live,
             self.slot_of[rows],
@@ -2789,7 +2801,7 @@ class LrqkCache(Cache):
             self.step[rows],
         )
         kernels.fetch_rows(
-            self.kv.vectors[rows], index, place, miss, self.hot_vectors[rows], kernel=self.kernel
+            self.kv.vectors[rows], index, slot, miss, self.hot_vectors[rows], kernel=self.kernel
         )
         self.counts[rows] += torch.stack((live, miss), 1).sum((2, 3))
 
@@ -2982,10 +2994,12 @@ def left_singular(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class EliteAttention(nn.Module):
-    """Attention of which `attend` gets q [..., Hq, D], elite keys k_e [..., Hkv, 2r] and the latent
-    c_kv [..., d_ckv], before RoPE, dims in the order of `elite_dims`. order [Hkv, D/2]: of each
-    head's pairs. wqkv: rows of W_q, W_k^e, A^T. up: B^T, of each head D - 2r key and D value
-    rows."""
+    """Attention with EliteKV's weights. It calls `attend` with q [..., Hq, D], the elite keys
+    k_e [..., Hkv, 2r] and the latent c_kv [..., d_ckv], all before RoPE, with each head's dims in
+    the order of `elite_dims`.
+
+    order [Hkv, D/2]: each head's pairs, the elite ones first. wqkv has the rows of W_q, W_k^e and
+    A^T. up has B^T: for each head D - 2r rows of keys, then D of values."""
 
     def __init__(
         self,
@@ -3021,9 +3035,9 @@ class EliteAttention(nn.Module):
         elite = apply_rope(x[..., : 2 * self.r], cos[..., self.pairs], sin[..., self.pairs])
         return torch.cat((elite, x[..., 2 * self.r :]), -1).flatten(-3, -2)
 
-    def naive(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-        """Causal attention over expanded K and V, from rotated q [..., S, Hq, D], k
-        [..., P + S, Hkv, 2r]."""
+    def expand_and_attend(self, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
+        """Causal attention over K and V that are expanded from latents: rotated q [..., S, Hq, D]
+        and k [..., P + S, Hkv, 2r], latent [..., P + S, d_ckv], of P past and S new tokens."""
         D = self.config.head_dim
         expanded = self.up(latent).unflatten(-1, (self.config.n_kv_heads, -1))
         rest, v = expanded.split((D - 2 * self.r, D), dim=-1)
@@ -3034,7 +3048,9 @@ class EliteAttention(nn.Module):
         """The `attend` of training, as Attention has it."""
 
         def attend(q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
-            return self.naive(self.rotate(q, cos, sin), self.rotate(k, cos, sin), latent)
+            q = self.rotate(q, cos, sin)
+            k = self.rotate(k, cos, sin)
+            return self.expand_and_attend(q, k, latent)
 
         return attend
 
@@ -3051,9 +3067,10 @@ def check_elite_model(c: ModelConfig) -> None:
     """Raises UserError where EliteKV cannot take a model."""
     if c.qk_norm:
         raise UserError("elitekv cannot compress the keys of a model with q/k norms (Qwen3)")
-    if rope_tables(c, 1, torch.device("cpu"))[0].ne(1).any():
-        fault = "elitekv cannot take a RoPE that scales q, k (yarn)"
-        raise UserError(f"{fault}: un-rotated pairs would not be")
+    cos, _ = rope_tables(c, 1, torch.device("cpu"))  # of position 0, where every angle is 0
+    if (cos != 1).any():
+        fault = "elitekv cannot compress a model whose RoPE also scales q and k (yarn)"
+        raise UserError(f"{fault}: the pairs that it leaves un-rotated would lack the factor")
 
 
 def elite_sizes(c: ModelConfig, settings: EliteSettings, artifact: Artifact) -> tuple[int, int]:
@@ -3121,8 +3138,10 @@ def fold_elitekv(
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> nn.Linear:
     """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: as they are)."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    dtype = dtype or weight.dtype
     layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
-    layer.bias = None if bias is None else nn.Parameter(bias.to(dtype).contiguous(), False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.to(dtype).contiguous(), False)
     return layer
 
 
@@ -3152,7 +3171,7 @@ class EliteCache(Cache):
         self.latents.write_prompt(row, start, torch.cat((latent, k.flatten(1)), -1)[:, None])
         past_and_new = self.latents.of_row(row, stop)[:, 0]
         latent, k = past_and_new.tensor_split((self.d_ckv,), -1)
-        return self.attention.naive(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
+        return self.attention.expand_and_attend(q, k.unflatten(-1, (-1, 2 * self.r)), latent)
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, latent: Tensor) -> Tensor:
         """k [B, Hkv, 2r]: elite keys; latent [B, d_ckv]."""
@@ -3181,7 +3200,7 @@ class EliteCache(Cache):
             self.latents.vectors[:, 0],
             pos,
             self.d_ckv,
-            scale=self.scale,
+            scale=self.softmax_scale,
             kernel=self.kernel,
         )
         output = torch.einsum("bhgc,hdc->bhgd", mixed.unflatten(1, (Hkv, -1)), b_v)
@@ -3190,7 +3209,7 @@ class EliteCache(Cache):
         return output.flatten(1, 2)
 
 
-def elite_tensors(c: ModelConfig) -> ArtifactShapes:
+def elite_shapes(c: ModelConfig) -> ArtifactShapes:
     order = (int, c.n_layers, c.n_kv_heads, c.head_dim // 2)
     stored = {"r": (int,), "d_ckv": (int,), "elite": order}
     if not c.elitekv:  # an uptrained checkpoint's pairs are fixed
@@ -3227,6 +3246,10 @@ class FdcSettings:
         "a step's programs read equal bytes, and a prompt's heads go by width; else equal tokens "
         "(the paper's /KE), and a prompt's heads are padded to the widest",
     )
+
+    def __post_init__(self):
+        if self.rate < 0 and self.rate != -1:
+            raise UserError(f"--rate {self.rate:g}: give 0 to below 1, or -1 for the fitted rate")
 
     def bases(self, artifact: Artifact, i: int, kind: str) -> list[Tensor]:
         """Layer i's bases R [D, rank] of each KV head, of kind "qk" or "v"."""
@@ -3367,8 +3390,8 @@ class RaggedStore(Store):
         is_own = torch.arange(max(k_ranks)) < torch.tensor(k_ranks)[:, None]
         self.k_columns = is_own.flatten().nonzero()[:, 0].to(context.device)
 
-        self.table = None  # for the kernel, which takes ranks of whole 16 bytes
-        if context.kernel and math.gcd(8, *self.ranks) == 8:
+        self.table = None  # for the kernel, which takes ranks that are multiples of 8
+        if context.kernel and all(rank % 8 == 0 for rank in self.ranks):
             self.table = kernels.ragged_table(self.ranks, context.device, balanced)
 
     def views(self) -> list[Tensor]:
@@ -3421,15 +3444,15 @@ class FdcCache(Cache):
         self.vectors = RaggedStore(context, self.k_ranks, self.v_ranks, settings.balanced)
 
     def prefill(
-        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, latent: Tensor
+        self, row: int, start: int, q: Tensor, k: Tensor, v: Tensor, folded_v: Tensor
     ) -> Tensor:
-        """latent [n, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
-        query heads side by side, [n, 1, sum of G d_v]."""
+        """folded_v [n, sum of d_v]: the values of all heads, as W_V R makes them; v is empty. ->
+        The output of all query heads side by side, [n, 1, sum of G d_v]."""
         stop = start + len(q)
         Hkv = len(self.k_ranks)
         q = in_basis(self.rope_from(q, start), self.R)
         k = in_basis(self.rope_from(k, start), self.R)
-        self.vectors.write_prompt(row, start, k, latent)
+        self.vectors.write_prompt(row, start, k, folded_v)
         views = [view[row, :stop] for view in self.vectors.views()]
         keys = views[:Hkv]  # K' of each head, [stop, d_qk]
         values = views[Hkv:]
@@ -3463,11 +3486,11 @@ class FdcCache(Cache):
                 outputs[h] = output[:, i, :, : self.v_ranks[h]].flatten(1)
         return torch.cat(outputs, -1)[:, None]
 
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, latent: Tensor) -> Tensor:
-        """latent [B, sum of d_v]: the values of all heads, folded; v is empty. -> The output of all
-        query heads side by side, [B, 1, sum of G d_v]."""
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor, folded_v: Tensor) -> Tensor:
+        """folded_v [B, sum of d_v]: the values of all heads, as W_V R makes them; v is empty. ->
+        The output of all query heads side by side, [B, 1, sum of G d_v]."""
         k = in_basis(self.rope(k, pos), self.R)
-        self.vectors.write_token(pos, k, latent)
+        self.vectors.write_token(pos, k, folded_v)
         q = in_basis(self.rope(q, pos), self.R)
         out = kernels.attend_ragged(
             q,
@@ -3475,13 +3498,13 @@ class FdcCache(Cache):
             self.vectors.ranks,
             self.vectors.table,
             pos,
-            scale=self.scale,
+            scale=self.softmax_scale,
             balanced=self.vectors.balanced,
         )
         return out[:, None]
 
 
-fdc_tensors = of_heads("qk.basis", "v.basis", "qk.values", "v.values", rate=(float,))
+fdc_shapes = shapes_of_heads("qk.basis", "v.basis", "qk.values", "v.values", rate=(float,))
 
 
 def random_fdc(c: ModelConfig) -> Artifact:
@@ -3532,7 +3555,7 @@ def read_artifact(path: Path, row: "Method", model: Llama, remedy: str) -> Artif
     """The tensors of a method's artifact in a file. Raises UserError, with the remedy, where the
     file is damaged, is of another model, or lacks what the method needs of this model."""
     _, tensors = read_tensors(path, model_identity(model), remedy)
-    for name, (kind, *shape) in row.tensors(model.config).items():
+    for name, (kind, *shape) in row.shapes(model.config).items():
         fault = artifact_fault(tensors.get(name), kind, *shape)
         if fault:
             raise UserError(f"{path}: {name} {fault}; {remedy}")
@@ -3641,9 +3664,11 @@ def random_artifact(method: str, c: ModelConfig) -> Artifact:
         return {}
     artifact = row.random(c) if row.random else {}
     seeded = torch.Generator().manual_seed(0)
-    for name, (kind, *shape) in row.tensors(c).items():
+    for name, (kind, *shape) in row.shapes(c).items():
         if name in artifact:
             continue
+        # A size of None is the rank of a SALS basis: 5/8 of all directions, the most that the
+        # defaults need.
         sizes = [shape[-2] * 5 // 8 if size is None else size for size in shape]
         if "basis" in name:
             artifact[name] = random_basis(*sizes)
@@ -3673,7 +3698,7 @@ class Method:
     # Of a method that is fitted: the function, as "module:fit_NAME", which is found when it is
     # asked for. NAME.safetensors is the artifact.
     fit: str = ""
-    tensors: Callable[[ModelConfig], ArtifactShapes] | None = None  # those of the artifact
+    shapes: Callable[[ModelConfig], ArtifactShapes] | None = None  # of the artifact's tensors
     # What random_artifact cannot make by itself.
     random: Callable[[ModelConfig], Artifact] | None = None
     # (attention, config, settings, artifact, i) -> layer i's attention with what the method folds
@@ -3689,7 +3714,9 @@ class Method:
         """Folds what the method folds into every layer, or into those of these numbers."""
         if not self.fold:
             return
-        for i in layers or range(len(model.layers)):
+        if layers is None:
+            layers = range(len(model.layers))
+        for i in layers:
             layer = model.layers[i]
             layer.attention = self.fold(layer.attention, model.config, settings, artifact, i)
 
@@ -3725,26 +3752,26 @@ METHODS = {
         sals_caches,
         paper=SALS_PAPER,
         fit="calibrate:fit_sals",
-        tensors=sals_tensors,
+        shapes=sals_shapes,
         fold=fold_sals,
     ),
     "elitekv": Method(
         EliteSettings,
         each_layer(EliteCache),
         fit="calibrate:fit_elitekv",
-        tensors=elite_tensors,
+        shapes=elite_shapes,
         random=random_elitekv,
         fold=fold_elitekv,
     ),
     "loki": Method(
-        LokiSettings, each_layer(LokiCache), fit="calibrate:fit_loki", tensors=loki_tensors
+        LokiSettings, each_layer(LokiCache), fit="calibrate:fit_loki", shapes=loki_shapes
     ),
     "lrqk": Method(LrqkSettings, each_layer(lrqk_cache)),
     "fdc": Method(
         FdcSettings,
         each_layer(FdcCache),
         fit="calibrate:fit_fdc",
-        tensors=fdc_tensors,
+        shapes=fdc_shapes,
         random=random_fdc,
         fold=fold_values,
     ),

@@ -2251,6 +2251,48 @@ def test_a_cache_does_as(name, group, request):
                     assert_attends(attends, tokens, (i, row, h))
 
 
+@pytest.mark.parametrize("capacity", [64, 80, 96, 128, 256])
+def test_kivis_last_tokens_are_exact_at_every_capacity(capacity):
+    """Also where the cache has room for fewer than R tokens: then no block is ever full, and keys
+    are exact."""
+    cache = row_cache("kivi", tiny_model(), 1, capacity, bits=2, residual=128)
+    c = cache.config
+    q = torch.randn(64, c.n_heads, c.head_dim)
+    k = torch.randn(64, c.n_kv_heads, c.head_dim)
+    v = torch.randn(64, c.n_kv_heads, c.head_dim)
+    cache.prefill(0, 0, q[:63], k[:63], v[:63])
+    output = cache.decode(torch.tensor([63]), q[63:], k[63:], v[63:])
+    ((expected, _),) = itertools.islice(pure_kivi(cache, 0, 63, q, k, v), 1)
+    assert error(output.flatten(), expected) < 1e-5
+    assert cache.bytes_stored() == cache.bytes_formula()
+
+
+def test_a_cache_that_attends_all_tokens_reads_what_dense_does():
+    """A budget that covers the cache scores nothing."""
+    dense = row_cache("dense", tiny_model(), 1, 40)
+    for method, options in (("loki", {"k": 1.0}), ("topk", {"keep": 1.0})):
+        cache = row_cache(method, tiny_model(), 1, 40, **options)
+        assert cache.covers_all()
+        assert cache.bytes_read(40) == dense.bytes_read(40)
+
+
+def test_folding_no_layers_changes_none():
+    folded = []
+
+    def fold(attention, c, settings, artifact, i):
+        folded.append(i)
+        return attention
+
+    model = tiny_model()
+    method = dataclasses.replace(method_named("fdc"), fold=fold)
+    method.fold_all(model, None, {}, layers=[])
+    assert folded == []
+    method.fold_all(model, None, {}, layers=[1])
+    assert folded == [1]
+    method.fold_all(model, None, {})
+    assert folded == [1, *range(len(model.layers))]
+
+
 SPLITS = [case for case in CASES if case[0] not in FITTED_TO_PROMPTS]
 # Tokens of the prompt, and those once a follow-up is read, too; the rest of 48 comes one by one.
 # At and beside the edges of pages, chunks, windows and blocks, and across them.
@@ -2529,7 +2571,7 @@ def test_bytes_of_the_paper(rank, bits, ratio):
     basis = torch.zeros(4096, round(4096 * rank))
     cache = compress.PaperSalsCache(context, settings, True, basis)
     dense = 2 * 4096 * 2  # K and V, of 4096 numbers of two bytes
-    assert cache.token_bytes() == ratio * dense
+    assert cache.compressed_bytes_per_token() == ratio * dense
 
 
 # Method, options, tokens -> bytes that a step reads, by hand. In fp32 with 4 KV heads of 16 dims,
@@ -2795,6 +2837,7 @@ REFUSED_SETTINGS = [  # method, options, what the error says, and changes to the
     ("sals", {"keep": 0.25}, "--keep 0.25 of 80 tokens is fewer than 4 sinks and 64 recent"),
     ("sals", {"variant": "paper", "score": "softmax"}, "leave --score out"),
     ("kivi", {"residual": 48}, "a multiple of 32"),
+    ("fdc", {"rate": -0.5}, "--rate -0.5: give 0 to below 1, or -1"),
     ("elitekv", {}, "q/k norms", {"qk_norm": True}),
     ("elitekv", {}, "yarn", {"rope_scaling": YARN}),
     ("kivi", {}, "bit values need a head dim that groups of 32", {"head_dim": 48}),
@@ -6384,7 +6427,7 @@ def wrong_tensors(tensor: torch.Tensor, kind: type, n_dims: int) -> list:
 def test_an_artifact_is_held_to_the_tensors_of_its_method(method, checkpoint, tmp_path):
     model = load_model(checkpoint, CPU, torch.float32)
     good = artifact_of(method, model)
-    for name, (kind, *shape) in method_named(method).tensors(model.config).items():
+    for name, (kind, *shape) in method_named(method).shapes(model.config).items():
         for tensor, message in wrong_tensors(good[name], kind, len(shape)):
             put_artifact(tmp_path, method, good | {name: tensor}, model)
             with pytest.raises(UserError, match=f"{re.escape(name)} .*{message}"):

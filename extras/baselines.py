@@ -43,12 +43,12 @@ from compress import (
     kept_tokens,
     kv_bias,
     left_to_select,
-    loki_tensors,
-    of_heads,
+    loki_shapes,
     random_rotation,
     rank_of,
     ring_positions,
     setting,
+    shapes_of_heads,
 )
 from kernels import (
     LOG2E,
@@ -115,7 +115,7 @@ class StreamingCache(DenseCache):
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
         self.select(pos, q)
         # Attend all slots. They fill from the left, so those up to pos hold a token.
-        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.softmax_scale, kernel=self.kernel)
 
 
 def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingStore]:
@@ -255,7 +255,7 @@ class SlotCache(DenseCache):
         last = q[-self.settings.window :].unflatten(1, (n_heads, -1))  # [W, Hkv, G, D]
         last = last.permute(1, 2, 0, 3)  # [Hkv, G, W, D]
         W = last.shape[2]
-        logits = (last @ k[:, None].mT).float() * self.scale  # [Hkv, G, W, N]
+        logits = (last @ k[:, None].mT).float() * self.softmax_scale  # [Hkv, G, W, N]
         now = position[:, None, -W:, None]  # the positions of these queries
         is_later = position[:, None, None] > now
         weights = logits.masked_fill(is_later, -torch.inf).softmax(-1)
@@ -376,7 +376,7 @@ class H2oCache(SlotCache):
         is_filled = self.select(pos, q) >= 0
         last_slot = torch.full_like(pos, self.n_slots - 1)
         logits = kernels.scores(
-            q, self.keys.vectors, None, last_slot, self.scale, "each", kernel=self.kernel
+            q, self.keys.vectors, None, last_slot, self.softmax_scale, "each", kernel=self.kernel
         )  # [B, Hkv, G, C]
         logits = logits.masked_fill(~is_filled, -torch.inf)
         self.attention += logits.softmax(-1).sum(2)
@@ -477,7 +477,9 @@ class SnapKvCache(SlotCache):
         self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
         # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
         self.select(pos, q)
-        return attend(q, self.keys, self.values, place, scale=self.scale, kernel=self.kernel)
+        return attend(
+            q, self.keys, self.values, place, scale=self.softmax_scale, kernel=self.kernel
+        )
 
 
 @dataclass
@@ -638,7 +640,13 @@ class QuestCache(PageCache):
         last_page = pos // self.page
         bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)  # [B, Hq, 2D]
         scores = kernels.scores(
-            bounds, self.proxies.vectors, None, last_page, self.scale, "largest", kernel=self.kernel
+            bounds,
+            self.proxies.vectors,
+            None,
+            last_page,
+            self.softmax_scale,
+            "largest",
+            kernel=self.kernel,
         )
         return scores.unsqueeze(2)  # [B, Hkv, 1, pages]
 
@@ -722,7 +730,7 @@ class SalsCannCache(PageCache):
         query = in_basis(grouped.mean(2), self.basis)  # [B, Hkv, r]
         proxies = self.proxies.read_all()  # [B, Hkv, S, r]
         logits = kernels.scores(
-            query, proxies, None, pos, self.scale, "each", kernel=self.kernel
+            query, proxies, None, pos, self.softmax_scale, "each", kernel=self.kernel
         )  # [B, Hkv, 1, S]
         n_missing = -logits.shape[-1] % self.page  # tokens, of the last page
         logits = F.pad(logits, (0, n_missing), value=-torch.inf)
@@ -759,7 +767,7 @@ class DoubleSparseCache(ProxyCache):
         query = in_basis(q, self.basis)  # [B, Hq, r_c]
         labels = self.proxies.vectors  # [B, Hkv, S, r_c]
         scores = kernels.scores(
-            query, labels, None, pos, self.scale, "largest", kernel=self.kernel
+            query, labels, None, pos, self.softmax_scale, "largest", kernel=self.kernel
         )  # [B, Hkv, S]
         return scores.unsqueeze(2)
 
@@ -826,7 +834,7 @@ class CentredCache(DenseCache):
         mean = self.rope(self.mean[:, None], self.context.positions)  # [B, S, Hkv, D]
         # In fp32, since the mean key may be a hundred times what is left.
         keys = self.keys.read_all() + mean.transpose(1, 2)  # [B, Hkv, S, D]
-        logits = (q.to(keys) @ keys.mT).float() * self.scale  # [B, Hkv, G, S]
+        logits = (q.to(keys) @ keys.mT).float() * self.softmax_scale  # [B, Hkv, G, S]
         return kernels.attend_logits(logits, self.values.read_all(), pos, kernel=self.kernel)
 
 
@@ -984,7 +992,7 @@ class Fp8Cache(DenseCache):
             return super().decode(pos, q, k, v)
         self.write_token(pos, self.rope(k, pos), v)
         q = self.rope(q, pos)
-        return attend_e4m3(q, self.keys, self.values, pos, None, self.scale)
+        return attend_e4m3(q, self.keys, self.values, pos, None, self.softmax_scale)
 
 
 class CentredFp8Cache(CentredCache):
@@ -996,7 +1004,7 @@ class CentredFp8Cache(CentredCache):
         self.write_token(pos, self.rope(k, pos), v)
         q = self.rope(q, pos)
         bias = logits_of_mean(q, self.mean, self.context.cos, self.context.sin)
-        return attend_e4m3(q, self.keys, self.values, pos, bias, self.scale)
+        return attend_e4m3(q, self.keys, self.values, pos, bias, self.softmax_scale)
 
 
 def logits_of_mean(q: Tensor, mean: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1655,7 +1663,7 @@ class ShadowKvCache(Cache):
         keys = torch.cat((k_outliers, k_selected, k_recent), 2)
         values = torch.cat((v_outliers, v_selected, v_recent), 2)
         return kernels.attend_plain(
-            q, keys, values, tokens >= 0, pos, scale=self.scale, kernel=self.kernel
+            q, keys, values, tokens >= 0, pos, scale=self.softmax_scale, kernel=self.kernel
         )
 
     def select(self, pos: Tensor, q: Tensor) -> Tensor:
@@ -1676,7 +1684,7 @@ class ShadowKvCache(Cache):
         none."""
         last_whole = (pos + 1) // self.chunk - 1
         scores = kernels.scores(
-            q, self.landmark, None, last_whole, self.scale, "largest", kernel=self.kernel
+            q, self.landmark, None, last_whole, self.softmax_scale, "largest", kernel=self.kernel
         )  # [B, Hkv, chunks]
         chunks = torch.arange(self.landmark.shape[2], device=pos.device)
         is_outlier = (self.outlier[..., None] == chunks).any(2)
@@ -1797,7 +1805,7 @@ class PaluCache(Cache):
         self.keys.latents.write_token(pos, self.latent(k))
         self.values.write_token(pos, self.of_heads(values))
         q = self.rope(q, pos)
-        return attend(q, self.keys, self.values, pos, scale=self.scale, kernel=self.kernel)
+        return attend(q, self.keys, self.values, pos, scale=self.softmax_scale, kernel=self.kernel)
 
 
 def fit_palu(model: Llama, tokens: Tensor) -> tuple:
@@ -1830,13 +1838,13 @@ METHODS = {
     "random": Method(RandomSettings, random_caches),
     "quest": Method(QuestSettings, each_layer(QuestCache)),
     "sals_cann": Method(
-        SalsCannSettings, each_layer(SalsCannCache), fit="calibrate:fit_loki", tensors=loki_tensors
+        SalsCannSettings, each_layer(SalsCannCache), fit="calibrate:fit_loki", shapes=loki_shapes
     ),
     "doublesparse": Method(
         DoubleSparseSettings,
         each_layer(DoubleSparseCache),
         fit="extras.baselines:fit_doublesparse",
-        tensors=of_heads("importance"),
+        shapes=shapes_of_heads("importance"),
     ),
     "fp8": Method(Fp8Settings, each_layer(fp8_cache)),
     "turboquant": Method(TurboQuantSettings, each_layer(turboquant_cache)),
@@ -1845,7 +1853,7 @@ METHODS = {
         PaluSettings,
         each_layer(PaluCache),
         fit="extras.baselines:fit_palu",
-        tensors=of_heads("k.basis", "v.basis"),
+        shapes=shapes_of_heads("k.basis", "v.basis"),
         fold=fold_values,
     ),
 }

@@ -195,7 +195,7 @@ def read_own_artifact(path: Path, row: Method, model: Llama, remedy: str) -> Art
             make_own_sals(artifact, share)
         elif row.artifact == "elitekv":
             make_own_elitekv(artifact, share)
-    for name, (_, *shape) in row.tensors(share).items():
+    for name, (_, *shape) in row.shapes(share).items():
         artifact[name] = own_part(artifact[name], shape)
     return artifact
 

@@ -599,7 +599,7 @@ def draw_throughput(figure, tables: dict[str, Table]) -> None:
         axis.set_title(f"after {length:,} tokens")
         axis.set_yscale("log", base=2)
         axis.set_xticks(range(3), THROUGHPUT_TICKS)
-        axis.set_xlim(-0.15, 3.4)
+        axis.set_xlim(-0.15, 3.7)
         axis.grid(axis="y")
     axes[0].set_yticks([0.25, 0.5, 1, 2, 4, 8])
     axes[0].yaxis.set_major_formatter("{x:g}")

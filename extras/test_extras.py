@@ -4006,7 +4006,10 @@ def test_a_rank_has_its_share_of_elitekvs_latent(every_folder, tmp_path, monkeyp
         test_all.put_artifact(folder, "elitekv", made | {"d_ckv": torch.tensor(d_ckv)}, model)
         play_rank(monkeypatch, n - 1, n)
         cache = test_all.fitted_engine(folder, "elitekv", 1, 20).caches[0]
-        assert cache.token_bytes() == 4 * (own + 2 * 2 * cache.config.n_kv_heads), (d_ckv, n)
+        assert cache.compressed_bytes_per_token() == 4 * (own + 2 * 2 * cache.config.n_kv_heads), (
+            d_ckv,
+            n,
+        )
 
 
 def test_what_several_processes_cannot_do_is_refused(cli, every_folder, tmp_path, monkeypatch):
