@@ -34,7 +34,7 @@ from torch import Tensor
 
 import compress
 from compress import method_named, replacing_file, save_artifact, written_file
-from generate import Parser, ProgressLine, fraction, load, most_tokens, whole
+from generate import Parser, ProgressLine, fraction, load_checkpoint, most_tokens, whole
 from model import Llama, ModelConfig, UserError, apply_rope, causal_attention, rope_tables
 
 # ----------------------------------------------------------------------------------------- progress
@@ -91,6 +91,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
     for file in files:
         text = generate.read_text(file, errors="ignore")
         longest_line = max(len(line) for line in text.split("\n"))
+        # Generated code, such as tables of Unicode, has very long lines.
         is_table = file.suffix == ".py" and longest_line > 2000
         digest = zlib.crc32(text.encode())
         if len(text) >= 200 and digest not in seen and not is_table:
@@ -160,7 +161,7 @@ def model_and_windows(args: argparse.Namespace) -> tuple[Llama, Tensor]:
     """The model of --checkpoint, and windows [N, S] of --text to fit it on.
 
     By default the text is what the standard library does not hold out for evaluation."""
-    model, tokenizer = load(args.checkpoint, args.device, args.dtype)
+    model, tokenizer = load_checkpoint(args.checkpoint, args.device, args.dtype)
     c = model.config
     if args.text:
         files = text_files(args.text)
@@ -197,9 +198,9 @@ def writable_file(text: str) -> Path:
 
 def save_csv(path: Path, columns: list[str], rows: list[dict]) -> None:
     """Writes a table in the place of an older one. Other keys of a row are left out."""
-    with replacing_file(path) as partial:
+    with replacing_file(path) as unfinished:
         # Its own encoding, since a locale's may lack a character that a name of a file has.
-        with partial.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        with unfinished.open("w", encoding="utf-8", errors="replace", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
@@ -234,12 +235,19 @@ def observe(model: Llama, batches: Iterable[Tensor], see: Callable[..., None]) -
         model(tokens.to(device), attend)
 
 
-def full_passes(
+class TextFigures(NamedTuple):
+    """How well a model predicts a text."""
+
+    accuracy: float  # the fraction of tokens that are the likeliest next ones
+    perplexity: float
+
+
+def measure_text(
     model: Llama,
     token_windows: Collection[Tensor],
     attend: Callable[..., Tensor] | None = None,
-) -> Tensor:
-    """Next-token accuracy and perplexity [2] fp64 of windows of tokens [S], each by one full pass.
+) -> TextFigures:
+    """The figures of windows of tokens [S], each by one full pass.
 
     attend: what attends in the place of dense attention, as Llama.forward takes it."""
     device = next(model.parameters()).device
@@ -253,7 +261,7 @@ def full_passes(
         loss = F.cross_entropy(logits, labels).double()
         sums += torch.stack((accuracy, loss)).cpu()
     accuracy, loss = sums / len(token_windows)
-    return torch.stack((accuracy, loss.exp()))
+    return TextFigures(accuracy.item(), loss.exp().item())
 
 
 def eigen(covariance: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,26 +297,26 @@ class MomentSums:
     def __init__(self, c: ModelConfig):
         self.n_kv_heads = c.n_kv_heads
         # Each becomes a tensor with the first tokens that are added.
-        self.second = [0.0] * c.n_layers
-        self.mean = [0.0] * c.n_layers
-        self.queries = [0.0] * c.n_layers
+        self.outer_sum = [0.0] * c.n_layers  # K^T K
+        self.key_sum = [0.0] * c.n_layers
+        self.square_sum = [0.0] * c.n_layers  # q^2 of each pair
 
     def add(self, i: int, q: Tensor, k: Tensor) -> None:
         """Adds tokens of layer i: q [B, S, Hq, D], k [B, S, Hkv, D]."""
         keys = k.flatten(-2).flatten(0, 1).double()  # [B * S, Hkv*D]
-        self.second[i] = self.second[i] + keys.T @ keys
-        self.mean[i] = self.mean[i] + keys.sum(0)
+        self.outer_sum[i] = self.outer_sum[i] + keys.T @ keys
+        self.key_sum[i] = self.key_sum[i] + keys.sum(0)
 
         queries = q.unflatten(-2, (self.n_kv_heads, -1)).double()  # [B, S, Hkv, G, D]
         pairs = queries.unflatten(-1, (2, -1))  # [B, S, Hkv, G, 2, D/2]: dims c and c + D/2
-        self.queries[i] = self.queries[i] + pairs.square().sum((0, 1, 3, 4))  # [Hkv, D/2]
+        self.square_sum[i] = self.square_sum[i] + pairs.square().sum((0, 1, 3, 4))  # [Hkv, D/2]
 
     def over(self, n_tokens: int) -> KeyMoments:
         """The sums divided by the number of tokens, on the CPU."""
         return KeyMoments(
-            second=torch.stack(self.second).cpu() / n_tokens,
-            mean=torch.stack(self.mean).cpu() / n_tokens,
-            queries=torch.stack(self.queries).cpu() / n_tokens,
+            second=torch.stack(self.outer_sum).cpu() / n_tokens,
+            mean=torch.stack(self.key_sum).cpu() / n_tokens,
+            queries=torch.stack(self.square_sum).cpu() / n_tokens,
         )
 
 
@@ -357,13 +365,14 @@ def head_bases(
 # --------------------------------------------------------------------------------------------- SALS
 
 
-def query_rms(keys: KeyMoments) -> Tensor:
+def query_rms(moments: KeyMoments) -> Tensor:
     """S_q (ours): the root mean square of the queries in each pair of dims that RoPE rotates.
 
     [L, Hkv*D], both dims of a pair alike, with a mean square of one in each layer."""
-    scale = keys.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
+    scale = moments.queries.sqrt().repeat(1, 1, 2).flatten(1)  # [L, Hkv*D]
     scale = scale / scale.square().mean(1, keepdim=True).sqrt()
-    return scale.clamp(min=1e-3)  # its inverse is needed, and no query may use a pair
+    # Its inverse is needed, and a pair that no query uses would have 0.
+    return scale.clamp(min=1e-3)
 
 
 def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
@@ -373,18 +382,18 @@ def fit_sals(model: Llama, tokens: Tensor, max_rank: float) -> Fitted:
     logits rather than keys. Both have max_rank * Hkv*D columns [L, Hkv*D, r], from which a cache
     takes the leading ones."""
     c = model.config
-    keys = key_moments(model, tokens)["pre"]
-    r = max(1, round(max_rank * c.kv_dim))
+    moments = key_moments(model, tokens)["pre"]
+    r = compress.rank_of(max_rank, c.kv_dim)
 
     # The paper: C = K^T K = U Sigma U^T. U_r has the r leading eigenvectors of C.
-    key_values, key_basis = eigen(keys.second)
+    key_values, key_basis = eigen(moments.second)
 
     # Ours: the same of S_q (k - m), where m is the mean key.
-    scale = query_rms(keys)  # S_q
-    covariance = scale[:, :, None] * keys.covariance() * scale[:, None]
+    scale = query_rms(moments)  # S_q
+    covariance = scale[:, :, None] * moments.covariance() * scale[:, None]
     query_values, query_basis = eigen(covariance)
 
-    tensors = {"scale": scale.float(), "mean": keys.mean.float()}
+    tensors = {"scale": scale.float(), "mean": moments.mean.float()}
     facts = {"max_rank": max_rank}
     fitted = (("query", query_values, query_basis), ("key", key_values, key_basis))
     for metric, values, basis in fitted:
@@ -423,9 +432,9 @@ def fit_loki(model: Llama, tokens: Tensor) -> Fitted:
     D = c.head_dim
     tensors = {}
     facts = {}
-    for name, keys in key_moments(model, tokens).items():
+    for name, moments in key_moments(model, tokens).items():
         # The covariance of one head: a block on the diagonal of that of all heads.
-        joint = keys.covariance()  # [L, Hkv*D, Hkv*D]
+        joint = moments.covariance()  # [L, Hkv*D, Hkv*D]
         of_heads = []
         for h in range(c.n_kv_heads):
             dims = slice(h * D, (h + 1) * D)
@@ -577,13 +586,15 @@ def input_roots(model: Llama, tokens: Tensor) -> dict[str, Tensor]:
     hooks = []
     for i, layer in enumerate(model.layers):
         hooks.append(layer.attention.register_forward_pre_hook(partial(add, i)))
-    for window in tracked("inputs", tokens.split(2048)):
+    length = min(2048, most_tokens(c))  # tokens of a pass
+    for window in tracked("inputs", tokens.split(length)):
         model(window[None].to(device))
     for hook in hooks:
         hook.remove()
 
     values, vectors = eigen(torch.stack(sums))
-    values = values + 0.1 * values.mean(-1, keepdim=True)  # what the text hardly has counts, too
+    # A ridge, so that directions that are rare in this text still count.
+    values = values + 0.1 * values.mean(-1, keepdim=True)
     roots = {}
     for i in range(c.n_layers):
         roots[f"{i}.root"] = (vectors[i] * values[i].sqrt()) @ vectors[i].T
@@ -601,10 +612,10 @@ def elite_perplexity(
     It leaves the model as it was."""
     dense = [layer.attention for layer in model.layers]
     method_named("elitekv").fold_all(model, compress.EliteSettings(*size), artifact)
-    _, perplexity = full_passes(model, tokens)
+    figures = measure_text(model, tokens)
     for layer, attention in zip(model.layers, dense, strict=True):
         layer.attention = attention
-    return perplexity.item()
+    return figures.perplexity
 
 
 def fit_elitekv(model: Llama, tokens: Tensor) -> Fitted:
@@ -767,13 +778,13 @@ def fdc_search(
     The floor is `accuracy` times the dense model's accuracy on tokens [N, S]. Returns the rate,
     and its accuracy and its perplexity over the dense ones."""
     rates = fdc_rates(tensors["qk.values"], tensors["v.values"])
-    figures = {}  # by rate: its accuracy and perplexity, fp64 [2]
+    figures = {}  # by rate
     with ProgressLine("fdc, rates", len(rates).bit_length() + 1) as progress:
 
-        def measure(rate: float) -> Tensor:
+        def measure(rate: float) -> TextFigures:
             if rate not in figures:
                 progress.tick()
-                figures[rate] = fdc_accuracy(model, tokens, tensors, rate)
+                figures[rate] = measure_fdc(model, tokens, tensors, rate)
             return figures[rate]
 
         dense = measure(0.0)
@@ -782,22 +793,25 @@ def fdc_search(
         lost = len(rates)
         while kept < lost:
             middle = (kept + lost) // 2
-            if measure(rates[middle])[0] < accuracy * dense[0]:
+            if measure(rates[middle]).accuracy < accuracy * dense.accuracy:
                 lost = middle
             else:
                 kept = middle + 1
         best = rates[kept - 1]
-        kept_accuracy, perplexity_ratio = (measure(best) / dense).tolist()
-    return best, kept_accuracy, perplexity_ratio
+        found = measure(best)
+    kept_accuracy = math.nan  # where dense predicts no token right
+    if dense.accuracy > 0:
+        kept_accuracy = found.accuracy / dense.accuracy
+    return best, kept_accuracy, found.perplexity / dense.perplexity
 
 
-def fdc_accuracy(
+def measure_fdc(
     model: Llama,
     tokens: Tensor,
     tensors: dict[str, Tensor],
     rate: float,
-) -> Tensor:
-    """Next-token accuracy and perplexity of FDC at a rate, by full passes over tokens [N, S].
+) -> TextFigures:
+    """The figures of FDC at a rate, by full passes over tokens [N, S].
 
     On the columns R that are kept, (q R) (k R)^T = q (k P)^T, where P = R R^T. So a plain forward
     pass with projected keys and values gives FDC's outputs."""
@@ -819,7 +833,7 @@ def fdc_accuracy(
         v = torch.einsum("bshd,hde->bshe", v - bias, projectors["v"][i]) + bias
         return causal_attention(q, k, v)
 
-    return full_passes(model, tokens, attend)
+    return measure_text(model, tokens, attend)
 
 
 # ---------------------------------------------------------------------------- the command line: fit
@@ -934,13 +948,13 @@ def run_ranks(args: argparse.Namespace) -> dict:
         python calibrate.py ranks --checkpoint FOLDER --windows 8 --window 512 --csv ranks.csv"""
     model, tokens = model_and_windows(args)
     c = model.config
-    moments = key_moments(model, tokens)
+    moments_by_rope = key_moments(model, tokens)
     bases = fdc_bases(model, tokens, c.max_positions)
 
     figures = {"layer": list(range(c.n_layers))}
     print(f"Rank@90% of the joint keys ({c.kv_dim} dims), {tokens.numel()} tokens")
-    for name, keys in moments.items():
-        values, _ = eigen(keys.second)
+    for name, moments in moments_by_rope.items():
+        values, _ = eigen(moments.second)
         ranks = compress.rank_at(values, 0.9).tolist()
         figures[name] = ranks
         print(f"{name}-RoPE, mean {np.mean(ranks):.1f}, by layer:", *ranks)

@@ -17,8 +17,8 @@ The file follows the life of a request, in eight steps:
     6. sample           the next ids, of logits: the largest, or a draw
     7. stream           decoding until each row stops; tokens and pieces of text as they are made
     8. report           the run in figures
-Before them stands what builds an engine; after them `LLM`, which takes a request through all of
-them, and the command line, which is a thin user of `LLM`.
+Before them stands what loads a model and plans its memory; after them `LLM`, which takes a request
+through all of them, and the command line, which is a thin user of `LLM`.
 """
 
 import argparse
@@ -130,7 +130,7 @@ class ProgressLine:
         """n more of the total are done."""
         self.done = min(self.done + n, self.total)
         is_within_another = ProgressLine.outermost not in (None, self)
-        if is_within_another or self.done == self.total:
+        if is_within_another or self.done in (0, self.total):
             return
         now = time.time()
         interval = 0.2 if self.is_rewritten else 10
@@ -153,8 +153,9 @@ class ProgressLine:
 
 # ---------------------------------------------------------------- options: the limits of each, once
 #
-# The command line and LLM check by these. An error names an option as the command line does;
-# `errors_in_python_words` makes an argument's name of it.
+# The command line and LLM check by these. (max_new_tokens is not here: LLM takes 0, which only
+# reads the prompt, and the command line does not.) An error names an option as the command line
+# does; `errors_in_python_words` makes an argument's name of it.
 
 LIMITS = {  # name -> kind of number, and the interval that it lies in
     "batch_size": (int, "[1, 4294967296]"),
@@ -205,7 +206,7 @@ def errors_in_python_words() -> Iterator[None]:
         raise PythonError(str(error)) from error
 
 
-# -------------------------------------------------------------- before: from a folder to an engine
+# ----------------------------------------------------- before: loading, and whether the caches fit
 
 
 def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, torch.dtype]:
@@ -221,7 +222,7 @@ def device_and_dtype(device: str, dtype: str = "auto") -> tuple[torch.device, to
     return torch.device(device), DTYPES[dtype]
 
 
-def load(
+def load_checkpoint(
     source: Path | ModelConfig,
     device: str,
     dtype: str = "auto",
@@ -261,7 +262,7 @@ def plan_caches(
     model: Llama, method: str, settings: object, artifact: dict[str, Tensor], capacity: int
 ) -> list[Cache]:
     """Builds the method's caches of one row on the meta device. They take no memory, but they know
-    their bytes, and refuse what they would refuse."""
+    how many bytes they would take, and raise the errors of real ones."""
     with torch.device("meta"):
         shadow = Llama(model.config).to(model.norm.weight.dtype)
     context = CacheContext(shadow, 1, capacity)
@@ -1081,10 +1082,16 @@ class LLM:
         self.seed = seed
         self.use_compile = use_compile
         self.use_kernels = use_kernels
-        self.model, self.tokenizer = load(source, device, dtype, weights, method, settings, seed)
+        self.model, self.tokenizer = load_checkpoint(
+            source, device, dtype, weights, method, settings, seed
+        )
         self.engine: Engine | None = None  # `build_engine` makes it, when rows are known
-        self.token_ids: list[list[int]] = []  # of each row, given and made; most are in its cache
-        self.run: Run | None = None  # the last call
+        # The ids of each row, given and made. Its cache holds engine.pos[row] tokens: all of them,
+        # or all but the last, which the next step writes. There are two exceptions, for which
+        # `_settle` reads the rows again: a row that stopped has run on beside the others, so that
+        # pos is larger, and for a row that was idle in the last call pos is 0.
+        self.token_ids: list[list[int]] = []
+        self.last_run: Run | None = None  # the last call
         # Weak: a stream that its caller drops ends, and holds no model.
         self._open_stream: weakref.ref[Generator[str, None, None]] | None = None
 
@@ -1117,7 +1124,7 @@ class LLM:
         for first in range(0, len(ids), rows):
             for _ in self._answer(ids[first : first + rows], request, follow):
                 pass
-        return self.run.outputs[0] if is_one else list(self.run.outputs)
+        return self.last_run.outputs[0] if is_one else list(self.last_run.outputs)
 
     @errors_in_python_words()
     def stream(
@@ -1218,22 +1225,25 @@ class LLM:
             self.engine.pos[1:] = 0
             for row in range(1, rows):
                 self.token_ids[row] = []
-        answers = [replace(output, text=output.text.strip()) for output in self.run.outputs]
+        answers = [replace(output, text=output.text.strip()) for output in self.last_run.outputs]
         return answers[0] if is_one else answers
 
     @errors_in_python_words()
     def report(self) -> dict:
         """The figures of the last call: lists have an entry a prompt, bytes are of all rows."""
-        if self.run is None:
+        if self.last_run is None:
             raise UserError("there is nothing to report yet; generate or prefill something first")
-        return report_of(self, self.run)
+        return report_of(self, self.last_run)
 
     # ---- the rows of the cache
 
     @errors_in_python_words()
     def fork(self, row: int, n: int) -> None:
         """Makes the first n rows copies of one. Each draws its own tokens."""
-        self._check_rows(row + 1, n)
+        self._check_not_empty()
+        rows = len(self.token_ids)
+        check_number("row", row, int, f"[0, {rows})")
+        check_number("n", n, int, f"[1, {rows}]")
         self._end_stream()
         self._settle()
         length = int(self.engine.pos[row])
@@ -1247,7 +1257,7 @@ class LLM:
     def crop(self, n: int) -> None:
         """Takes every row back to its first n tokens; shorter rows stay as they are. A dense cache
         simply forgets the later tokens. Other caches cannot, so the n tokens are read once more."""
-        self._check_rows()
+        self._check_not_empty()
         longest = max(len(ids) for ids in self.token_ids)
         check_number("n", n, int, f"[1, {max(1, longest)}]")
         self._end_stream()
@@ -1273,7 +1283,7 @@ class LLM:
         note: anything in JSON that the file shall tell as well (`saved_facts` reads it). Raises
         OSError if the file cannot be written, and UserError if the path is that of a folder, a
         device or the like."""
-        self._check_rows()
+        self._check_not_empty()
         self._end_stream()
         self._settle()
         tensors = {}
@@ -1308,9 +1318,9 @@ class LLM:
         for row in range(rows):
             i = row % len(states)
             self._restore(row, saved.facts.lengths[i], states[i], saved.ids[i])
-        self.run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
-        self.run.rows = rows
-        self.run.prefill_s = clock(self.engine.context.device) - started
+        self.last_run.outputs = [Output("", [], len(ids), "length") for ids in self.token_ids]
+        self.last_run.rows = rows
+        self.last_run.prefill_s = clock(self.engine.context.device) - started
 
     def _read_saved(self, path: Path) -> SavedRows:
         """A file of `save`. Raises UserError if it is no such file, damaged, or of another model,
@@ -1480,9 +1490,9 @@ class LLM:
         time of reading it counts here."""
         self._end_stream()
         read_s = 0.0
-        if follow and self.run is not None and self.run.first_token_s is None:
-            read_s = self.run.prefill_s
-        self.run = Run(prefill_s=read_s)
+        if follow and self.last_run is not None and self.last_run.first_token_s is None:
+            read_s = self.last_run.prefill_s
+        self.last_run = Run(prefill_s=read_s)
 
     def _answer(
         self, prompts: list[list[int]], request: Request, follow: bool = False
@@ -1493,7 +1503,7 @@ class LLM:
         follow: the other rows keep their ids, to be read again when they are wanted. A caller may
         stop taking tokens at any time: `token_ids` and the outputs have what was yielded."""
         engine = self.engine
-        run = self.run
+        run = self.last_run
         device = engine.context.device
 
         # Step 3: read the prompts.
@@ -1532,7 +1542,11 @@ class LLM:
                     outputs[token.row].finish_reason = "stop"
                 else:
                     outputs[token.row].token_ids.append(token.id)
-                    yield token
+                    yielded = time.time()
+                    try:
+                        yield token
+                    finally:  # the time that the caller takes is no time of decoding
+                        started += time.time() - yielded
         finally:  # also where the caller takes no more tokens
             run.decode_s += time.time() - started
             run.row_steps += len(prompts) * (engine.n_steps - n_steps)
@@ -1608,12 +1622,10 @@ class LLM:
         self.engine.restore_row(row, n, state)
         self.token_ids[row] = list(ids)
 
-    def _check_rows(self, *numbers_of_rows: int) -> None:
-        """Raises UserError unless the cache holds something, and has so many rows."""
+    def _check_not_empty(self) -> None:
+        """Raises UserError if no row holds anything."""
         if not any(self.token_ids):
             raise UserError("the cache holds nothing yet; prefill, generate or load first")
-        for n in numbers_of_rows:
-            check_number("rows", n, int, f"[1, {len(self.token_ids)}]")
 
 
 def new_request(
@@ -1667,6 +1679,8 @@ def number_in(interval: str, kind: type = float) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text}: give a number in {interval}")
         return value
 
+    if kind is int:
+        number.__name__ = "whole number"  # argparse says "invalid whole number value: '1.5'"
     return number
 
 
@@ -1782,7 +1796,7 @@ def parser_of_methods(doc: str, argv: list[str]) -> Parser:
 def given_settings(args: argparse.Namespace) -> dict:
     """The settings of the method that a command line names, as `LLM` takes them."""
     settings_class = method_named(args.method).settings
-    names = ["variant"] + [f.name for f in dataclasses.fields(settings_class)]
+    names = [f.name for f in dataclasses.fields(settings_class)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -1815,8 +1829,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.chat = args.chat or args.system != ""
 
     all_random = all(COUNT.fullmatch(text) for text in args.prompt)
-    if args.random_weights and (not args.prompt or not all_random or args.ask or args.chat):
-        parser.error("random weights have no tokenizer; give --prompt N")
+    if args.random_weights and (args.ask or args.chat or not all_random):
+        parser.error("random weights have no tokenizer: give --prompt N, and no --ask or --chat")
+    if args.random_weights and not args.prompt and not args.load_cache:
+        parser.error("random weights have no demo.txt: give --prompt N or --load_cache")
     if args.random_weights and args.checkpoint != NANO:
         parser.error("give --random_weights or --checkpoint, not both")
     if args.batch_size and args.batch_size < len(args.prompt):
@@ -1879,7 +1895,8 @@ def read_prompts(args: argparse.Namespace, llm: LLM) -> tuple[list[list[int]], l
 
 
 def random_prompt(n: int, seed: int, config: ModelConfig) -> list[int]:
-    """n random token ids; one more than the model takes, where n is larger."""
+    """n random ids, or one more than the model's positions, which is refused, if n is larger. Ids 0
+    to 2 are left out, which are often <unk>, <s> and </s>."""
     rng = random.Random(seed)
     n = min(n, config.max_positions + 1)
     return [rng.randrange(3, config.vocab_size) for _ in range(n)]
@@ -1979,7 +1996,8 @@ def run_generate(args: argparse.Namespace) -> None:
 
 
 def print_report(figures: dict) -> None:
-    """The single figures of a report on stderr, a line each; lists are only in --json."""
+    """The single figures of a report on stderr, a line each. Lists are only in --json, and so are
+    those that are 0 or None."""
     print(file=sys.stderr)
     for name, value in figures.items():
         if value and not isinstance(value, list | dict):

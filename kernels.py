@@ -115,11 +115,14 @@ def check(**tensors: tuple) -> None:
         need(tensor.is_contiguous(), f"{name} {sizes} must be contiguous")
 
 
-def check_positions(pos: Tensor, S: int, least: int = -1) -> None:
-    """Raises ValueError for a position outside of least..S - 1, on the CPU: to read a GPU's means
-    to wait. -1 is a row of no tokens, which a kernel may read but not write to."""
+def check_positions(pos: Tensor, S: int, least: int | None = None) -> None:
+    """Raises ValueError for a position beyond S - 1 or below `least`, on the CPU: to read a GPU's
+    means to wait. A kernel reads no token of a row whose position is negative, but must not write
+    there."""
     if pos.device.type == "cpu":
-        fits = (pos >= least) & (pos < S)
+        fits = pos < S
+        if least is not None:
+            fits &= pos >= least
         need(bool(fits.all()), f"positions {pos.tolist()} do not fit in {S} tokens")
 
 
@@ -317,7 +320,6 @@ def quantize_mixed(x: Tensor, n_int8: int) -> tuple[Tensor, Tensor, Tensor]:
     The int8 dims need the scale largest / 127, the 4-bit ones the scale at which neighbouring
     levels, 8 int8 steps apart, are LEVELS_APART deviations apart. The larger of the two serves
     both."""
-    need(n_int8 < x.shape[-1], "a latent needs trailing dims, in 4 bits")
     for_int8, for_int4 = x.float().split((n_int8, x.shape[-1] - n_int8), -1)
     scale_for_int8 = for_int8.abs().amax(-1) / 127
     scale_for_int4 = for_int4.square().mean(-1).sqrt() * (LEVELS_APART[4] / 8)

@@ -154,7 +154,8 @@ class Attention(nn.Module):
         return self.wo(self.attend_heads(self.wqkv(x), attend))
 
     def attend_heads(self, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """From wqkv's output to all heads' outputs side by side, the input of wo."""
+        """wqkv's output [..., sum of widths] -> all heads' outputs side by side [..., Hq * D], the
+        input of wo."""
         q, k, v, *folded = qkv.split(self.widths, dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))  # [..., Hq, D]
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))  # [..., Hkv, D]
@@ -258,18 +259,26 @@ class Llama(nn.Module):
             tick()
         return self.output(self.norm(x[-1:]))[0]
 
-    def decode(self, tokens: Tensor, pos: Tensor, caches: list, step=None, last=None) -> Tensor:
+    def decode(
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        caches: list,
+        layer_step: Callable | None = None,
+        last_step: Callable | None = None,
+    ) -> Tensor:
         """One token of each row: tokens [B] at positions pos [B] (int32, on the device) -> logits
         [B, V].
 
-        step, last: decode_layer and decode_logits, or what torch.compile makes of them."""
-        step = step or decode_layer
-        last = last or decode_logits
+        layer_step, last_step: decode_layer and decode_logits, or what torch.compile makes of
+        them."""
+        layer_step = layer_step or decode_layer
+        last_step = last_step or decode_logits
         x = self.embed(tokens)  # [B, dim]
         update = torch.zeros_like(x)  # what the MLP of a layer adds to x; the next layer adds it
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, update = step(layer, x, update, pos, cache)
-        return last(self.norm, self.output, x, update)
+            x, update = layer_step(layer, x, update, pos, cache)
+        return last_step(self.norm, self.output, x, update)
 
 
 def decode_layer(
@@ -532,7 +541,7 @@ def check_supported(name: str, value: object, supported: Iterable) -> None:
 
 
 def config_to_hf(config: ModelConfig) -> dict:
-    """What config_from_hf reads, as a config.json has it."""
+    """The fields of a config.json of which config_from_hf makes this config (but for elitekv)."""
     return {
         "architectures": [f"{config.family.title()}ForCausalLM"],
         "hidden_act": "silu",
@@ -551,6 +560,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         "attention_bias": config.out_bias,
         "mlp_bias": config.mlp_bias,
         "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,  # Qwen's; others have none
         "model_type": config.family,
     }
 
@@ -575,18 +585,20 @@ def check_config(config: ModelConfig) -> None:
         value = getattr(config, name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or not 0 < value < LARGEST_SIZE:
-            raise ValueError(f"{name} is {value!r}")
+            raise ValueError(
+                f"{name} is {value!r}, not a whole number from 1 to {LARGEST_SIZE - 1}"
+            )
     for name in ("rope_theta", "norm_eps"):
         value = getattr(config, name)
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}")
+            raise ValueError(f"{name} is {value!r}, not a positive number")
     for name in ("tied", "qkv_bias", "out_bias", "mlp_bias", "elitekv"):
         value = getattr(config, name)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}")
+            raise ValueError(f"{name} is {value!r}, not true or false")
     window = config.sliding_window
     if window is not None and (not isinstance(window, int) or window <= 0):
-        raise ValueError(f"sliding_window is {window!r}")
+        raise ValueError(f"sliding_window is {window!r}, not a whole number from 1 on")
     if config.n_heads % config.n_kv_heads:
         raise ValueError(
             f"{config.n_heads} query heads cannot share {config.n_kv_heads} KV heads evenly"
@@ -720,12 +732,13 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
         raise UserError(f"{folder}: {len(file_of)} tensors cannot be {config.n_layers} layers")
     with torch.device("meta"):
         asked = {name: list(slot.shape) for name, slot in weight_slots(Llama(config))}
-    for name in asked | shape_of:
-        found = shape_of.get(name, "missing")
-        wanted = asked.get(name, "none")
+    for name in [*asked, *shape_of]:
+        found = shape_of.get(name)
+        wanted = asked.get(name)
         if found != wanted:
-            fault = f"is {found}, config.json asks for {wanted}; the two do not belong together"
-            raise UserError(f"{file_of.get(name, folder)}: tensor {name} {fault}")
+            fault = f"is {found or 'missing'}, config.json asks for {wanted or 'none'}"
+            where = file_of.get(name, folder)
+            raise UserError(f"{where}: tensor {name} {fault}; the two do not belong together")
     return file_of
 
 
@@ -1107,7 +1120,7 @@ class HfTokenizer(Tokenizer):
         steps = {key: data.get(key) for key in ("normalizer", "pre_tokenizer")}
         steps_without_space = json.loads(json.dumps(steps), object_hook=without_space)
         # With the prepend_scheme "first" only a text's very start gets a space.
-        self.space_after_special = '"first"' not in json.dumps(steps)
+        self.space_after_special = '"prepend_scheme": "first"' not in json.dumps(steps)
 
         def open_library(data: dict) -> tokenizers.Tokenizer:
             try:
@@ -1138,11 +1151,11 @@ class HfTokenizer(Tokenizer):
         # 3. Control tokens: those that the file calls special, and those that only the settings, or
         # STOP_TOKENS, say are such. The library has to be told of these.
         special = {name for name, token in added.items() if token["special"]}
-        told = {name for name in STOP_TOKENS if name in added}
-        told.update(control_names(self.settings) & vocab.keys())
+        by_name = {name for name in STOP_TOKENS if name in added}
+        by_name.update(control_names(self.settings) & vocab.keys())
         for library in (self.library, self.continuing):
-            library.add_special_tokens(sorted(told - special))
-        special |= told
+            library.add_special_tokens(sorted(by_name - special))
+        special |= by_name
         for name in special:
             self.note_spaces(vocab[name], added.get(name, {}))
 
@@ -1320,8 +1333,8 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class StreamDecoder:
-    """Decodes token by token. Its pieces join to what `Tokenizer.decode` gives, and none ends
-    within a character.
+    """Decodes token by token, in pieces of which none ends within a character. Tokenizer.decode
+    joins them.
 
     A token has no text of its own: it may be a part of a character, and at the start of a text it
     may lose a space. So `pending` tokens wait until their text is complete, and they are decoded

@@ -1858,7 +1858,7 @@ def dense_logits(rows: tuple, more: tuple, dtype=torch.float32, **changes) -> to
 def llm_over(method: str, rows: int, capacity: int, **options) -> generate.LLM:
     """An LLM of a tiny model, in fp64, without a tokenizer."""
     model = tiny_model(head_dim=width_for(method)).double()
-    with mock.patch.object(generate, "load", lambda *_: (model, None)):
+    with mock.patch.object(generate, "load_checkpoint", lambda *_: (model, None)):
         llm = generate.LLM(model.config, method, device="cpu", max_seq_length=capacity, **options)
     llm.engine = make_engine(model, method, rows, capacity, block=16, **options)
     llm.token_ids = [[] for _ in range(rows)]
@@ -1937,7 +1937,7 @@ def test_caches_stay_eager_where_a_cpu_compiles_the_step():
     logits = []
     for is_compiled in (False, True):
         model = tiny_model(n_layers=1, group=1)
-        with mock.patch.object(generate, "load", lambda *_, model=model: (model, None)):
+        with mock.patch.object(generate, "load_checkpoint", lambda *_, model=model: (model, None)):
             llm = generate.LLM(
                 model.config,
                 "kivi",
@@ -2249,6 +2249,45 @@ def test_a_cache_does_as(name, group, request):
                 if tokens is not None:
                     attends = seen[-1][row, h * group : (h + 1) * group]
                     assert_attends(attends, tokens, (i, row, h))
+
+
+def test_operations_keep_what_their_docstrings_promise():
+    """An index is int32, and -1 where there is no token; only places of a store are written."""
+    budget = compress.Budget(n_sinks=0, n_selected=0, n_recent=4)
+    scores = torch.zeros(1, 1, 1, 8)
+    index = kernels.select(scores, torch.tensor([1]), budget, recent=True, kernel=False)
+    assert index.dtype == torch.int32
+    assert index.flatten().tolist() == [1, 0, -1, -1]
+
+    kernels.check_positions(torch.tensor([-1, 3]), 4)  # a row of no tokens may be read
+    for pos in ([-1, 3], [0, 4]):
+        with pytest.raises(ValueError, match="do not fit in 4 tokens"):
+            kernels.check_positions(torch.tensor(pos), 4, least=0)
+    with pytest.raises(ValueError, match="no rule sum"):
+        q = torch.zeros(1, 1, 4)
+        kernels.scores(q, scores[0], None, torch.tensor([1]), 1.0, "sum", kernel=False)
+
+
+def test_the_callers_time_is_no_time_of_decoding():
+    """Between two pieces of a stream."""
+    llm = generate.LLM(NANO, "dense", device="cpu")
+    pieces = 0
+    for _ in llm.stream("The", max_new_tokens=6, ignore_eos=True):
+        pieces += 1
+        time.sleep(0.5)
+    assert pieces > 2
+    assert llm.last_run.decode_s < 0.5 * pieces / 2
+
+
+def test_progress_that_has_not_begun_is_shown(capsys):
+    with generate.ProgressLine("reading", 4) as progress:
+        progress.tick(0)
+        progress.tick(4)
+
+
+def test_qwens_window_survives_a_round_trip():
+    c = tiny_config(family="qwen2", sliding_window=32)
+    assert model_file.config_from_hf(model_file.config_to_hf(c)).sliding_window == 32
 
 
 @pytest.mark.parametrize("capacity", [64, 80, 96, 128, 256])
@@ -3103,10 +3142,7 @@ def test_sals_sum_scores_are_the_sums_of_all_heads_logits_without_rope(
     cache, keys = sals_cache_of_random_keys(rope_scaling, qkv_bias, variant=variant, score="sum")
     pos = torch.tensor([36, 24])
     for q in queries_in_two_orders():
-        if variant == "paper":
-            scores = cache.score(pos, q)
-        else:
-            scores = cache.score(pos, q, cache.rope(q, pos))
+        scores = cache.score(pos, q, cache.rope(q, pos))
         of_group = q.unflatten(1, (4, 2))  # [2, Hkv, G, D]
         logits = torch.einsum("bhgd,bjhd->bjhg", of_group, keys) / 4  # 4 is sqrt(D)
         assert_scores_up_to(pos, scores, logits.sum((2, 3)))
@@ -3771,7 +3807,7 @@ def test_the_fit_of_elitekv_takes_the_size_of_the_lowest_perplexity():
 
     artifact = tensors | calibrate.input_roots(model, tokens.flatten())
     method_named("elitekv").fold_all(model, compress.EliteSettings(r, d_ckv), artifact)
-    assert calibrate.full_passes(model, tokens)[1] == pytest.approx(lowest, rel=1e-3)
+    assert calibrate.measure_text(model, tokens).perplexity == pytest.approx(lowest, rel=1e-3)
 
 
 def test_elitekv_with_all_pairs_and_a_full_latent_has_the_dense_perplexity():
@@ -3781,7 +3817,7 @@ def test_elitekv_with_all_pairs_and_a_full_latent_has_the_dense_perplexity():
     dense = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).exp().item()
     artifact = calibrate.elite_orders(model, tokens)
     method_named("elitekv").fold_all(model, compress.EliteSettings(8, 48), artifact)
-    assert calibrate.full_passes(model, tokens)[1] == pytest.approx(dense, rel=1e-3)
+    assert calibrate.measure_text(model, tokens).perplexity == pytest.approx(dense, rel=1e-3)
 
 
 # ----------------------------------------------------------------------------------- FDC invariants
@@ -3954,7 +3990,7 @@ def test_fdc_search_measures_what_the_cache_does(fdc_fit, rate):
     cache."""
     model = tiny_model(head_dim=48, qkv_bias=True)
     tokens = fdc_fit.tokens
-    _, searched = calibrate.fdc_accuracy(model, tokens, fdc_fit.tensors, rate).tolist()
+    _, searched = calibrate.measure_fdc(model, tokens, fdc_fit.tensors, rate)
 
     engine = make_engine(model, "fdc", *tokens.shape, fdc_fit.tensors, rate=rate)
     first = tokens[:, :1]
@@ -3986,8 +4022,8 @@ def test_fdc_stores_and_multiplies_each_head_at_its_rank(fdc_fit, rate):
 
 def test_fdc_search_finds_the_largest_rate_above_the_floor(fdc_fit):
     def accuracy(rate: float) -> float:
-        figures = calibrate.fdc_accuracy(fdc_fit.model, fdc_fit.tokens, fdc_fit.tensors, rate)
-        return figures[0].item()
+        figures = calibrate.measure_fdc(fdc_fit.model, fdc_fit.tokens, fdc_fit.tensors, rate)
+        return figures.accuracy
 
     rates = calibrate.fdc_rates(fdc_fit.tensors["qk.values"], fdc_fit.tensors["v.values"])
     found = rates.index(float(fdc_fit.tensors["rate"]))
@@ -7007,7 +7043,7 @@ def test_a_report_counts_prompts_and_what_they_follow(checkpoint):
         assert report["text"] == [output.text for output in outputs]
         bytes_of_a_token = 4 * 2 * 64 * 4  # layers, K and V, Hkv * D, fp32
         assert report["bytes_read_per_step"] == sum(lengths) * bytes_of_a_token
-        llm.run.decode_s = 0.75  # four tokens take three steps, of three rows
+        llm.last_run.decode_s = 0.75  # four tokens take three steps, of three rows
         assert llm.report()["decode_tokens_per_s"] == 3 * 3 / 0.75
 
 
@@ -8042,7 +8078,9 @@ def test_links_are_written_through_and_what_is_no_regular_file_stays_as_it_is(li
     (tmp_path / "loop").symlink_to("loop")
     for name in ("pipe", "to_pipe", "loop", "large"):
         mode = (tmp_path / name).lstat().st_mode
-        with mock.patch.object(generate, "load", side_effect=AssertionError("it is refused late")):
+        with mock.patch.object(
+            generate, "load_checkpoint", side_effect=AssertionError("it is refused late")
+        ):
             assert f"{tmp_path / name}" in cli.refusal(line.format(tmp_path / name))
         assert (tmp_path / name).lstat().st_mode == mode
     assert len(list(tmp_path.iterdir())) == 7

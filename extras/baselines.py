@@ -3,6 +3,13 @@
     python generate.py --method h2o         a name that compress.METHODS lacks is looked up here
     python calibrate.py fit --method palu   and so is how its artifact is fitted
 
+To add one, write its settings, a Cache and a line of METHODS, as README's "Your own method" shows.
+A method that only scores tokens is a ScoringCache, one that scores by a second, smaller store of
+keys a ProxyCache, and one that evicts tokens a SlotCache. Then measure it:
+
+    python -m extras.evaluate --method NAME
+    python -m extras.bench step --row "NAME|llama-3.1-8b|8|32768|--method NAME"
+
 Methods: StreamingLLM, H2O, SnapKV, a random row, Quest, SALS as deployed, Double Sparsity, FP8,
 TurboQuant, ShadowKV and Palu. METHODS, at the end, is the table. Kernels are those of kernels.py;
 FP8 alone has one of its own, attend_e4m3. Letters and shapes are those of compress.py: B rows, S
@@ -129,11 +136,11 @@ def slot_stores(context: CacheContext, budget: Budget) -> tuple[RingStore, RingS
 # --------------------------------------------------------- what the rows that select have in common
 
 
-def page_tokens(pages: Tensor, page: int) -> Tensor:
-    """The tokens [..., n * page] of pages [..., n], of `page` tokens each. Those of a negative page
-    are negative."""
-    in_page = torch.arange(page, device=pages.device)
-    tokens = pages[..., None] * page + in_page  # [..., n, page]
+def page_tokens(pages: Tensor, page_size: int) -> Tensor:
+    """The tokens [..., n * page_size] of pages [..., n], of page_size tokens each. Those of a
+    negative page are negative."""
+    in_page = torch.arange(page_size, device=pages.device)
+    tokens = pages[..., None] * page_size + in_page  # [..., n, page_size]
     return tokens.flatten(-2)
 
 
@@ -173,16 +180,16 @@ class PageCache(ProxyCache):
         if self.covers_all():
             return None
         # The operation that selects tokens selects pages: the budget and pos count pages.
-        n_pages = sum(self.budget) // self.page
+        n_pages = sum(self.budget) // self.page_size
         budget = Budget(
             n_sinks=0,
             n_selected=n_pages - self.n_last_pages,
             n_recent=self.n_last_pages,
         )
         scores = self.score(pos, q)
-        last_page = pos // self.page
+        last_page = pos // self.page_size
         pages = kernels.select(scores, last_page, budget, recent=True, kernel=self.kernel)
-        index = page_tokens(pages, self.page)  # [B, Hkv, 1, n]
+        index = page_tokens(pages, self.page_size)  # [B, Hkv, 1, n]
         # The last page ends beyond the newest token.
         is_written = index <= pos[:, None, None, None]
         return index.where(is_written, -1)
@@ -450,13 +457,29 @@ def snapkv_prompt(q: Tensor, k: Tensor, n: int, window: int, pool: int) -> Tenso
     return torch.cat((best, positions[-window:]))
 
 
-class SnapKvCache(SlotCache):
-    """The tokens that are kept of a prompt, then those after it, for which the last `room` slots
-    are a ring (ours): the paper keeps all of these."""
+class PromptSlotCache(SlotCache):
+    """Slots that only a prompt fills by `choose`: each token after it takes the next slot, and the
+    last slots are a ring (ours). `choose` also writes `dropped`."""
 
-    def __init__(self, context: CacheContext, settings: SnapKvSettings):
+    def __init__(self, context: CacheContext, settings: object):
         super().__init__(context, settings)
         self.add_table("dropped")  # tokens of the prompt that are not kept
+
+    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = self.rope(q, pos)
+        place = pos - self.dropped  # its number among the tokens that the slots have been given
+        self.write_token(place, self.rope(k, pos), v)
+        self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
+        # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
+        self.select(pos, q)
+        return attend(
+            q, self.keys, self.values, place, scale=self.softmax_scale, kernel=self.kernel
+        )
+
+
+class SnapKvCache(PromptSlotCache):
+    """The tokens that are kept of a prompt, then those after it, for which the last `room` slots
+    are a ring (ours): the paper keeps all of these."""
 
     def choose(self, row: int, stop: int, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
         is_last = position >= stop - self.settings.window
@@ -469,17 +492,6 @@ class SnapKvCache(SlotCache):
         kept = votes.topk(min(votes.shape[1], n_kept)).indices
         self.dropped[row] = stop - kept.shape[1]
         return kept.sort(-1).values
-
-    def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self.rope(q, pos)
-        place = pos - self.dropped  # its number among the tokens that the slots have been given
-        self.write_token(place, self.rope(k, pos), v)
-        self.position[self.context.rows, :, self.keys.slot(place)] = pos[:, None]
-        # There is nothing to choose. But evaluation wraps `select`, to see what is attended.
-        self.select(pos, q)
-        return attend(
-            q, self.keys, self.values, place, scale=self.softmax_scale, kernel=self.kernel
-        )
 
 
 @dataclass
@@ -508,7 +520,7 @@ def random_prompt(draws: Tensor, n_selected: int, n_recent: int) -> Tensor:
     return torch.cat((drawn.sort().values, positions[n_old:]))
 
 
-class RandomCache(SnapKvCache):
+class RandomCache(PromptSlotCache):
     """Slots of tokens that were drawn when the prompt was read, and a ring of the last ones (ours).
 
     It is here because an evictor should be measured against chance: a method that keeps tokens by
@@ -608,8 +620,8 @@ class QuestCache(PageCache):
         S = context.max_seq_length
         super().__init__(context, settings.budget(S))
         c = context.config
-        self.page = min(settings.page, S)
-        n_pages = -(-S // self.page)
+        self.page_size = min(settings.page, S)
+        n_pages = -(-S // self.page_size)
         self.proxies = TokenStore(context, c.n_kv_heads, n_pages, 2 * c.head_dim)
 
     def write_prompt(self, row: int, start: int, k: Tensor, v: Tensor) -> None:
@@ -618,17 +630,19 @@ class QuestCache(PageCache):
         # Whole pages, the first from its beginning. In the last page the last token stands for
         # those that are not there yet, which changes neither the least nor the largest.
         stop = start + len(k)
-        first_page = start // self.page
-        stop_page = -(-stop // self.page)
-        tokens = torch.arange(first_page * self.page, stop_page * self.page, device=k.device)
+        first_page = start // self.page_size
+        stop_page = -(-stop // self.page_size)
+        tokens = torch.arange(
+            first_page * self.page_size, stop_page * self.page_size, device=k.device
+        )
         keys = self.keys.vectors[row, :, tokens.clamp(max=stop - 1)].transpose(0, 1)
-        low, high = keys.unflatten(0, (-1, self.page)).aminmax(dim=1)  # [pages, Hkv, D]
+        low, high = keys.unflatten(0, (-1, self.page_size)).aminmax(dim=1)  # [pages, Hkv, D]
         self.proxies.write_prompt(row, first_page, torch.cat((high, low), -1))
 
     def write_token(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
         ScoringCache.write_token(self, pos, k, v)
-        page = pos // self.page
-        is_first = (pos % self.page == 0)[:, None, None]
+        page = pos // self.page_size
+        is_first = (pos % self.page_size == 0)[:, None, None]
         high, low = self.proxies.vectors[self.context.rows, :, page].chunk(2, -1)  # [B, Hkv, D]
         high = torch.where(is_first, k, high.maximum(k))
         low = torch.where(is_first, k, low.minimum(k))
@@ -637,7 +651,7 @@ class QuestCache(PageCache):
     def score(self, pos: Tensor, q: Tensor) -> Tensor:
         """[max(q, 0), min(q, 0)] . [largest, least] key is the largest logit in a page (sec.
         3.3)."""
-        last_page = pos // self.page
+        last_page = pos // self.page_size
         bounds = torch.cat((q.clamp(min=0), q.clamp(max=0)), -1)  # [B, Hq, 2D]
         scores = kernels.scores(
             bounds,
@@ -652,12 +666,12 @@ class QuestCache(PageCache):
 
     def row_state(self, row: int, length: int) -> dict[str, Tensor]:
         state = super().row_state(row, length)
-        n_pages = -(-length // self.page)
+        n_pages = -(-length // self.page_size)
         state["proxies.vectors"] = self.proxies.vectors[row, :, :n_pages]
         return state
 
     def score_bytes(self, length: int) -> int:
-        n_pages = -(-length // self.page)
+        n_pages = -(-length // self.page_size)
         return super().score_bytes(n_pages)
 
 
@@ -713,8 +727,8 @@ class SalsCannCache(PageCache):
         keys = Int8Store(context, n_heads, S, D)
         values = Int8Store(context, n_heads, S, D)
         super().__init__(context, settings.budget(S), keys, values)
-        self.page = min(settings.page, S)
-        n_pages = sum(self.budget) // self.page
+        self.page_size = min(settings.page, S)
+        n_pages = sum(self.budget) // self.page_size
         self.n_last_pages = min(CANN_TAIL, n_pages - 1)
         # 4-bit codes fill bytes in pairs; above 32 of them, r is a multiple of 32 here (ours).
         r = rank_of(0.5, D)
@@ -732,9 +746,9 @@ class SalsCannCache(PageCache):
         logits = kernels.scores(
             query, proxies, None, pos, self.softmax_scale, "each", kernel=self.kernel
         )  # [B, Hkv, 1, S]
-        n_missing = -logits.shape[-1] % self.page  # tokens, of the last page
+        n_missing = -logits.shape[-1] % self.page_size  # tokens, of the last page
         logits = F.pad(logits, (0, n_missing), value=-torch.inf)
-        return logits.unflatten(-1, (-1, self.page)).logsumexp(-1)  # [B, Hkv, 1, pages]
+        return logits.unflatten(-1, (-1, self.page_size)).logsumexp(-1)  # [B, Hkv, 1, pages]
 
 
 # ---------------------------------------------------------------------------------- Double Sparsity
@@ -902,13 +916,14 @@ def fp8_step(
     return output, (k_codes, v_codes)
 
 
-class Fp8Store(Int8Store):
+class Fp8Store(TokenStore):
     """Numbers in e4m3, with one scale [B, Hkv, 1] for each head, which the first write to a row
     decides: there the largest number becomes 28, so that later ones saturate from 16 times of it
     on. They are stored as bytes: a compiled step would copy a buffer of another type that it writes
     to."""
 
     kind = "fp8"
+    bits = 8
 
     def __init__(self, context: CacheContext):
         c = context.config
@@ -937,7 +952,8 @@ class Fp8Store(Int8Store):
         self.vectors[rows, :, pos] = codes
 
     def decode(self, vectors: Tensor, scale: Tensor) -> Tensor:
-        return super().decode(vectors.view(E4M3), scale)
+        numbers = vectors.view(E4M3).to(self.context.dtype) * scale[..., None]  # in fp32
+        return numbers.to(self.context.dtype)
 
     def of_row(self, row: int, length: int) -> Tensor:
         return self.decode(self.vectors[row, :, :length], self.scale[row]).transpose(0, 1)
@@ -1544,17 +1560,17 @@ class ShadowKvCache(Cache):
         layout = settings.layout(S)
         self.settings = settings
         self.chunk = min(settings.chunk, S)
-        self.selected = layout.n_selected
-        self.outlier_tokens = layout.n_outliers
+        self.n_selected = layout.n_selected
+        self.n_outliers = layout.n_outliers
         self.n_recent = layout.n_recent
         self.r = rank_of(settings.rank, c.kv_dim)
         n_chunks = -(-S // self.chunk)
-        n_outliers = self.outlier_tokens // self.chunk
+        n_outlier_chunks = layout.n_outliers // self.chunk
         self.add_table("basis", c.kv_dim, self.r, dtype=context.dtype)  # U
         self.add_table("latent", S, self.r, dtype=context.dtype)
         self.add_table("landmark", n_heads, n_chunks, D, dtype=context.dtype)
-        self.add_table("outlier", n_heads, n_outliers, fill=-1)  # numbers of chunks
-        self.outliers = TokenStore(context, n_heads, self.outlier_tokens, 2 * D)
+        self.add_table("outlier_chunk", n_heads, n_outlier_chunks, fill=-1)
+        self.outliers = TokenStore(context, n_heads, self.n_outliers, 2 * D)
         self.ring = RingStore(context, n_heads, 2 * D, n_sinks=0, n_recent=self.n_recent)
         self.values = HostStore(context, n_heads, S, D)
 
@@ -1564,7 +1580,7 @@ class ShadowKvCache(Cache):
         keys = latents @ self.basis[row].T  # [length, Hkv*D]
         keys = self.rope_from(keys.unflatten(1, (self.config.n_kv_heads, -1)), 0)
         kv = torch.cat((keys, self.values.of_row(row, length)), -1)  # [length, Hkv, 2D]
-        index = page_tokens(self.outlier[row], self.chunk)  # [Hkv, n], negative for none
+        index = page_tokens(self.outlier_chunk[row], self.chunk)  # [Hkv, n], negative for none
         head, place = (index >= 0).nonzero(as_tuple=True)
         kv[index[head, place], head] = self.outliers.vectors[row, head, place]
         return self.ring.overlay(row, kv).chunk(2, -1)
@@ -1619,12 +1635,12 @@ class ShadowKvCache(Cache):
         means = landmarks[:n_old, None]
         # A chunk is as like its mean as its least like key is.
         likeness = F.cosine_similarity(chunks[:n_old], means, dim=-1).amin(1)  # [n_old, Hkv]
-        n_outliers = min(self.outlier.shape[-1], n_old)
-        outlier = likeness.T.topk(n_outliers, largest=False).indices  # [Hkv, n_outliers]
-        self.outlier[row] = -1
-        self.outlier[row, :, :n_outliers] = outlier.int()
-        tokens = page_tokens(outlier, self.chunk)
-        heads = torch.arange(len(outlier), device=kv.device)[:, None]
+        n_kept = min(self.outlier_chunk.shape[-1], n_old)
+        outlier_chunk = likeness.T.topk(n_kept, largest=False).indices  # [Hkv, n_kept]
+        self.outlier_chunk[row] = -1
+        self.outlier_chunk[row, :, :n_kept] = outlier_chunk.int()
+        tokens = page_tokens(outlier_chunk, self.chunk)
+        heads = torch.arange(len(outlier_chunk), device=kv.device)[:, None]
         self.outliers.vectors[row, :, : tokens.shape[1]] = kv[tokens, heads]
 
     def decode(self, pos: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -1650,7 +1666,7 @@ class ShadowKvCache(Cache):
         # memory.
         tokens = self.select(pos, q)[:, :, 0]  # [B, Hkv, n]
         stop = tokens.shape[-1] - self.n_recent
-        selected = tokens[..., self.outlier_tokens : stop].clamp(min=0)
+        selected = tokens[..., self.n_outliers : stop].clamp(min=0)
         latents = self.latent[rows[:, None, None], selected]  # [B, Hkv, n, r]
         U = self.basis.unflatten(1, (Hkv, -1))  # [B, Hkv, D, r]
         rebuilt = latents @ U.transpose(-1, -2)  # [B, Hkv, n, D]
@@ -1675,7 +1691,7 @@ class ShadowKvCache(Cache):
         in_ring = in_ring.expand(-1, self.config.n_kv_heads, -1)
         is_recent = in_ring >= (first_chunk * self.chunk)[:, None, None]
         recent = in_ring.where(is_recent, -1)
-        outliers = page_tokens(self.outlier, self.chunk)
+        outliers = page_tokens(self.outlier_chunk, self.chunk)
         selected = self.select_chunks(pos, q, first_chunk - 1)
         return torch.cat((outliers, selected, recent), 2)[:, :, None]
 
@@ -1687,9 +1703,9 @@ class ShadowKvCache(Cache):
             q, self.landmark, None, last_whole, self.softmax_scale, "largest", kernel=self.kernel
         )  # [B, Hkv, chunks]
         chunks = torch.arange(self.landmark.shape[2], device=pos.device)
-        is_outlier = (self.outlier[..., None] == chunks).any(2)
+        is_outlier = (self.outlier_chunk[..., None] == chunks).any(2)
         scores = scores.masked_fill(is_outlier, -torch.inf)
-        budget = Budget(n_sinks=0, n_selected=self.selected // self.chunk, n_recent=0)
+        budget = Budget(n_sinks=0, n_selected=self.n_selected // self.chunk, n_recent=0)
         best = kernels.select(scores.unsqueeze(2), last, budget, kernel=self.kernel)
         return page_tokens(best[:, :, 0], self.chunk)
 
@@ -1708,8 +1724,8 @@ class ShadowKvCache(Cache):
         (host)."""
         c = self.config
         n_recent = min(self.n_recent, length)
-        n_outliers = min(self.outlier_tokens, max(0, length - n_recent))
-        n_selected = min(self.selected, max(0, length - n_recent - n_outliers))
+        n_outliers = min(self.n_outliers, max(0, length - n_recent))
+        n_selected = min(self.n_selected, max(0, length - n_recent - n_outliers))
         landmarks = length // self.chunk * c.kv_dim
         exact = 2 * (n_outliers + n_recent) * c.kv_dim
         latents = min(length, c.n_kv_heads * n_selected) * self.r

@@ -2,7 +2,7 @@
 
     python -m extras.bench step --row "sals|llama-3.1-8b|8|32768|--method sals" --row ...
     python -m extras.bench throughput --model llama-3.1-8b --lengths 8192 32768 --method sals kivi
-    python -m extras.bench book --out docs --part steps misses
+    python -m extras.bench book --part steps misses
     python -m extras.bench speed --rows FILE --csv speed.csv
     python -m extras.bench needle --method dense --method sals --lengths 2048 4096 --csv needle.csv
 
@@ -45,6 +45,7 @@ from extras.evaluate import (
     retrieval_scores,
     row_options,
 )
+from extras.parallel import all_gather_object
 from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, number_in, whole
 from model import (
     SHAPES,
@@ -77,18 +78,20 @@ class Row(NamedTuple):
         try:
             label, shape, sequences, tokens, options = text.split("|")
             sequences = sequences.strip()
+            options, _, repeat = options.partition(" --repeat ")
             return cls(
                 label=label.strip(),
                 shape=shape.strip(),
                 sequences=0 if sequences == "max" else at_least_one(sequences),
                 tokens=at_least_one(tokens.strip()),
                 options=options.strip(),
+                repeat=number_in("[0, 1)")(repeat) if repeat else 0.0,
             )
         except (ValueError, argparse.ArgumentTypeError):
             raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
 
     def text(self) -> str:
-        """What `parse` reads, and the option of run_step for queries that repeat."""
+        """What `parse` reads."""
         text = f"{self.label}|{self.shape}|{self.sequences or 'max'}|{self.tokens}|{self.options}"
         if self.repeat:
             text += f" --repeat {self.repeat}"
@@ -100,11 +103,20 @@ class Row(NamedTuple):
 
 
 def given_rows(args: argparse.Namespace) -> list[Row]:
-    """The rows of --row, then those of the file of --rows."""
+    """The rows of --row, then those of the file of --rows. UserError where a shape is not known, or
+    two rows of one size have the same label."""
     texts = list(args.row)
     if args.rows:
         texts += generate.read_text(args.rows).splitlines()
-    return [Row.parse(text) for text in texts]
+    rows = [Row.parse(text) for text in texts]
+    seen = set()
+    for row in rows:
+        shape_named(row.shape)
+        name = (row.label, row.size())
+        if name in seen:
+            raise UserError(f"two rows of one size are named {row.label!r}; name each differently")
+        seen.add(name)
+    return rows
 
 
 def capacity_rows(
@@ -219,7 +231,8 @@ def sequences_that_fit(llm: LLM, kept_free: float = 0) -> int:
         if kind == device:
             free -= kept_free
         fits.append(free / max(1, needed))
-    return max(1, int(min(fits)))
+    # Several processes must agree: their GPUs differ in what is free.
+    return min(all_gather_object(max(1, int(min(fits)))))
 
 
 def reading_bytes(llm: LLM, n_tokens: int) -> int:
@@ -300,6 +313,8 @@ def step_figures(engine: Engine, row: Row) -> dict:
     median_ms = times_ms[2]
     stored = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
     read_by_one = sum(cache.bytes_read(row.tokens) for cache in engine.caches)
+    stored = sum(all_gather_object(stored))  # of all processes
+    read_by_one = sum(all_gather_object(read_by_one))
     return {
         "batch": n_sequences,
         "ms": median_ms,
@@ -589,7 +604,7 @@ def run_step(args: argparse.Namespace) -> None:
     Of random weights nearly all selected tokens are fetched, since the queries of two steps have
     nothing in common. With --repeat a part of them is the same in all steps, so that fewer are, as
     in a text."""
-    rows = [row._replace(repeat=args.repeat) for row in given_rows(args)]
+    rows = [row._replace(repeat=row.repeat or args.repeat) for row in given_rows(args)]
     run_rows(rows, time_step, args)
 
 
@@ -648,7 +663,8 @@ def run_rows(
     measure: Callable[[Row, str], Iterable[dict]],
     args: argparse.Namespace,
 ) -> None:
-    """Prints the lines that `measure` has of each row, and writes them to --csv as they come."""
+    """Prints the lines that `measure` has of each row, and writes them to --csv as they come.
+    Raises UserError if no row has any."""
     rows = by_size(rows)
     table = []
     with ProgressLine("rows", len(rows)) as progress:
@@ -657,6 +673,8 @@ def run_rows(
                 table.append(line)
             if args.csv and table:
                 save_csv(args.csv, list(table[0]), table)
+    if rows and not table:
+        raise UserError("no row could be measured; why stands above")
 
 
 def measured_lines(
@@ -834,6 +852,7 @@ def run_book(args: argparse.Namespace) -> None:
       date            the day, in UTC
       device          the GPU's name
       torch, triton   their versions"""
+    generate.device_and_dtype(args.device)  # refused now, and not by each row
     for name in args.part:
         measure_part(name, args)
 
@@ -850,6 +869,9 @@ def measure_part(name: str, args: argparse.Namespace) -> None:
         for line in csv.DictReader(generate.read_text(path).splitlines()):
             written[line.get("row")] = line
     line_of = {row: written.get(row.text()) for row in rows}
+    if all(line_of.values()) and not args.again:
+        print(f"{path} has all rows of {name}; --again measures them anew", file=sys.stderr)
+        return
     with ProgressLine(f"rows of {name}", len(rows)) as progress:
         for row in rows:
             if line_of[row] and not args.again:
@@ -900,17 +922,18 @@ def run_needle(args: argparse.Namespace) -> None:
     files = calibrate.text_files(calibrate.STDLIB, held=True)
     hay = Haystack(tokenizer, [text_ids(tokenizer, files, 1 << 19, config.vocab_size)])
     candidates = [Candidate.parse(text, args.weights) for text in args.method or ["dense", "sals"]]
-    check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths})
-    # --samples is of a depth, and retrieval_scores wants all: depths rise with the samples.
-    args.samples = args.samples * args.depths
+    check_candidates(candidates, args, {n + ANSWER_ROOM: 1 for n in args.lengths}, "--lengths")
+    n_samples = args.depths * args.samples  # of all depths, which rise with the samples
     table = []
-    n_tokens = len(candidates) * args.samples * sum(args.lengths)
+    n_tokens = len(candidates) * n_samples * sum(args.lengths)
     with ProgressLine("needle, tokens", n_tokens) as progress:
         for candidate in candidates:
             for n in args.lengths:
-                rows = min(args.rows, args.samples)
+                rows = min(args.rows, n_samples)
                 engine = candidate.engine(args, rows, n + ANSWER_ROOM, least=1)
-                scores = retrieval_scores(engine, hay, args, args.task, n, progress)
+                scores = retrieval_scores(
+                    engine, hay, args.task, n, n_samples, n_facts=1, progress=progress
+                )
                 progress.clear()
                 of_depths = 100 * scores.view(args.depths, -1).mean(1)
                 for i, found in enumerate(of_depths.tolist()):
@@ -970,7 +993,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
     book = add_command(commands, "book", run_book)
     generate.add_device_option(book)
-    book.option("--out", writable_folder, "docs", "folder of the tables", metavar="FOLDER")
+    book.option("--out", writable_folder, "book", "folder of the tables", metavar="FOLDER")
     parts = "parts to measure"
     book.option("--part", str, [*PARTS], parts, nargs="+", choices=[*PARTS], metavar="NAME")
     book.flag("--again", "also measure what the tables have already")
@@ -980,7 +1003,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_row_options(speed)
 
     needle = add_command(commands, "needle", run_needle)
-    needle.set_defaults(facts=1)
     generate.add_model_options(needle)
     row_options(needle)
     lengths = "tokens of a prompt"
@@ -1114,6 +1136,7 @@ def run_ragged(args: argparse.Namespace) -> None:
     which the same bytes take where all ranks and rows are equal. The shape is that of Llama-3.1-8B:
     32 query and 8 KV heads. A batch is measured twice, with rows of equal length and with rows from
     an eighth of it on."""
+    generate.device_and_dtype(args.device)
     table = []
     for batch in args.batch:
         for length in args.lengths:

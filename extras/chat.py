@@ -27,7 +27,7 @@ HELP = """\
 To send a line that begins with a slash, put a space before it."""
 
 
-class Chat:
+class Conversation:
     """A conversation with an LLM of one row.
 
     `history` has its messages, dicts with role and content: perhaps one of the system, then the
@@ -192,7 +192,7 @@ def ctrl_c_noted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def print_answer(chat: Chat, line: str) -> None:
+def print_answer(chat: Conversation, line: str) -> None:
     """Prints an answer as it is made, then what the cache holds."""
     with ctrl_c_noted() as pressed, closing(chat.say(line)) as pieces:
         for piece in pieces:
@@ -203,7 +203,7 @@ def print_answer(chat: Chat, line: str) -> None:
     print_held(chat)
 
 
-def print_held(chat: Chat) -> None:
+def print_held(chat: Conversation) -> None:
     """A line on stderr, dim on a terminal: how many tokens the cache holds, and their bytes."""
     held = chat.llm.held_memory()
     line = f"{held.tokens} tokens held in {human(held.bytes)}, {held.share:.0%} of dense"
@@ -212,7 +212,7 @@ def print_held(chat: Chat) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def obey(chat: Chat, line: str) -> None:
+def obey(chat: Conversation, line: str) -> None:
     """Does what a line says that begins with a slash."""
     command, _, rest = line.partition(" ")
     file = rest.strip()
@@ -246,7 +246,7 @@ def run_chat(args: argparse.Namespace) -> None:
         sys.stdin.reconfigure(errors="replace")
     llm = generate.llm_of(args, args.method, args.options)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    chat = Chat(llm, args.chat, args.system, args.max_new_tokens, sampling)
+    chat = Conversation(llm, args.chat, args.system, args.max_new_tokens, sampling)
     while True:
         print("> ", end="", flush=True)
         try:

@@ -50,7 +50,7 @@ import compress
 from calibrate import result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, CacheContext, load_artifact, method_named, settings_from
 from extras.parallel import all_gather_object, rank, world_size
-from generate import Engine, Parser, ProgressLine, Sampling, load, whole
+from generate import Engine, Parser, ProgressLine, Sampling, load_checkpoint, whole
 from model import Llama, UserError, load_config, load_tokenizer
 
 # -------------------------------------------------------- retrieval tasks, after RULER (2404.06654)
@@ -79,7 +79,7 @@ TOKENS_PER_FACT = 48
 
 
 @dataclass
-class Task:
+class FactTask:
     """A question about facts in a text, which ends a prompt: the model goes on with the answer."""
 
     facts: list[str]  # in the order of the text
@@ -158,7 +158,7 @@ def tasks_multikey(
     n_tokens: int,
     n_facts: int | None,
     wording: Wording = MAGIC_NUMBER,
-) -> list[Task]:
+) -> list[FactTask]:
     """One number of many is asked for; in training up to eight, one after another."""
     n = n_facts or random_count(rng, n_tokens, 2, 32)
     numbers = random_numbers(rng, n)
@@ -167,11 +167,11 @@ def tasks_multikey(
     tasks = []
     for key, value in rng.sample(numbers, n_asked):
         question = f"{wording.question.format(key)}\nAnswer: {wording.fact.format(key)}"
-        tasks.append(Task(facts, question, f" {value}.", [value]))
+        tasks.append(FactTask(facts, question, f" {value}.", [value]))
     return tasks
 
 
-def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """A key has four values, which are asked for all at once, in the order of the text."""
     n_keys = 1 if n_facts else random_count(rng, n_tokens, 1, 4, facts_each=4)
     numbers = random_numbers(rng, n_keys, per_key=4)
@@ -184,11 +184,11 @@ def tasks_multivalue(rng: random.Random, n_tokens: int, n_facts: int | None) -> 
     for key, values in values_of.items():
         question = f"What are all the magic numbers for {key}?\n"
         question += f"Answer: The magic numbers for {key} are"
-        tasks.append(Task(facts, question, f" {', '.join(values)}.", values))
+        tasks.append(FactTask(facts, question, f" {', '.join(values)}.", values))
     return tasks
 
 
-def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """Four keys are asked for in one question; the answer repeats each key."""
     n = n_facts or random_count(rng, n_tokens, 4, 16)
     numbers = random_numbers(rng, n)
@@ -196,10 +196,10 @@ def tasks_multiquery(rng: random.Random, n_tokens: int, n_facts: int | None) -> 
     keys = ", ".join(number.key for number in asked)
     references = [f"{number.key} is {number.value}" for number in asked]
     question = f"What are the magic numbers for {keys}?\nAnswer:"
-    return [Task(number_facts(numbers), question, f" {', '.join(references)}.", references)]
+    return [FactTask(number_facts(numbers), question, f" {', '.join(references)}.", references)]
 
 
-def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """Variable tracking: a number is stored, then copied on from variable to variable."""
     n_chains = 2 if n_facts else random_count(rng, n_tokens, 1, 3, facts_each=5)
     names = rng.sample(NAMES, 5 * n_chains)
@@ -214,10 +214,10 @@ def tasks_variables(rng: random.Random, n_tokens: int, n_facts: int | None) -> l
         question = f"Which variables hold {value}?\nAnswer: The variables that hold {value} are"
         asked.append((question, chain))
     rng.shuffle(facts)
-    return [Task(facts, question, f" {', '.join(chain)}.", chain) for question, chain in asked]
+    return [FactTask(facts, question, f" {', '.join(chain)}.", chain) for question, chain in asked]
 
 
-def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """Frequent words: three of nine code words come far more often. Name them, most often first."""
     words = rng.sample(NAMES, 9)
     # Of each word the share of the facts, and how many it has at least: without the latter, short
@@ -232,33 +232,35 @@ def tasks_frequent(rng: random.Random, n_tokens: int, n_facts: int | None) -> li
     question = "Which three code words appear most often?\n"
     question += "Answer: The three most frequent code words are"
     best = words[:3]
-    return [Task(facts, question, f" {', '.join(best)}.", best)]
+    return [FactTask(facts, question, f" {', '.join(best)}.", best)]
 
 
 def random_uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def tasks_uuid(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_uuid(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """A UUID is the key of another one, in a text of such pairs alone (Haystack.uuids): the answer
     is an exact copy."""
     key = random_uuid(rng)
     value = random_uuid(rng)
     question = f"What is the value of {key}?\nAnswer: The value of {key} is"
-    return [Task([f"\n{key}: {value}"], question, f" {value}.", [value])]
+    return [FactTask([f"\n{key}: {value}"], question, f" {value}.", [value])]
 
 
-def tasks_single(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_single(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """One number alone, whatever n_facts is."""
     return tasks_multikey(rng, n_tokens, n_facts=1)
 
 
-def tasks_reworded(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_reworded(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[FactTask]:
     """`single`, in words that no training here has seen."""
     return tasks_multikey(rng, n_tokens, n_facts=1, wording=REWORDED)
 
 
-def tasks_reworded_multikey(rng: random.Random, n_tokens: int, n_facts: int | None) -> list[Task]:
+def tasks_reworded_multikey(
+    rng: random.Random, n_tokens: int, n_facts: int | None
+) -> list[FactTask]:
     """`multikey`, in words that no training here has seen."""
     return tasks_multikey(rng, n_tokens, n_facts, wording=REWORDED)
 
@@ -359,7 +361,7 @@ def eval_sample(
     n_tokens: int,
     n_facts: int = 16,
     depth: float | None = None,
-) -> tuple[list[int], Task]:
+) -> tuple[list[int], FactTask]:
     """The ids of one prompt of exactly n_tokens, and its task; the same for the same seed.
 
     Raises UserError where facts and question do not fit."""
@@ -453,12 +455,14 @@ class Watched:
 
     def result(self) -> dict[str, float]:
         """Means over the steps; empty for a cache that attends all its tokens."""
-        *sums, steps = self.sums.tolist()
-        return {name: total / steps for name, total in zip(self.NAMES, sums, strict=True) if steps}
+        attended, recall, mass, steps = self.sums.tolist()
+        if steps == 0:
+            return {}
+        return {"attended": attended / steps, "recall": recall / steps, "mass": mass / steps}
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
-STEP = 10  # what decoding one token costs in the progress bar, in prompt tokens
+STEP_COST = 10  # what decoding one token costs in the progress bar, in prompt tokens
 
 # ------------------------------------------------------------------------------- a row of the table
 
@@ -483,7 +487,8 @@ def parse_settings(method: str, text: str) -> dict[str, object]:
         kinds[field.name] = field.type
     options = {}
     # A comma separates settings, but may be a part of a value, too: skip=0,1,-1
-    for setting in re.split(r",(?=\w+=)", text):
+    variants = "|".join(compress.VARIANTS)
+    for setting in re.split(rf",(?=\w+=|(?:{variants})(?:,|$))", text):
         if not setting:
             continue
         if setting in compress.VARIANTS:
@@ -532,7 +537,9 @@ class Candidate:
     def load(self, args: argparse.Namespace) -> Llama:
         """The model, of the candidate's own folder where it names one."""
         folder = self.folder or args.checkpoint
-        model, _ = load(folder, args.device, args.dtype, self.weights, self.method, self.options)
+        model, _ = load_checkpoint(
+            folder, args.device, args.dtype, self.weights, self.method, self.options
+        )
         return model
 
     def check(
@@ -609,6 +616,7 @@ def check_candidates(
     candidates: list[Candidate],
     args: argparse.Namespace,
     rows: dict[int, int],
+    shorten: str = "--prefix, --continuation or --lengths",
 ) -> None:
     """Candidate.check of all, before the long part.
 
@@ -620,7 +628,6 @@ def check_candidates(
             check_tokens(candidate, args)
             model = candidate.load(args)
             folder = candidate.folder
-            shorten = "--prefix, --continuation or --lengths"
             generate.check_capacity(max(rows), model.config, shorten)
         candidate.check(args, model, rows)
 
@@ -643,15 +650,10 @@ def check_tokens(candidate: Candidate, args: argparse.Namespace) -> None:
 def ledger(engine: Engine, length: int) -> dict[str, float]:
     """Bytes, of all processes together: "bytes/token", measured on the device; "host/token", in
     host memory, where a method uses it; "read/step", from a row of `length` tokens."""
-    own = [(c.bytes_stored(), c.bytes_read(length), c.bytes_host()) for c in engine.caches]
-    measured = 0
-    read = 0
-    host = 0
-    for caches in all_gather_object(own):
-        for cache_measured, cache_read, cache_host in caches:
-            measured += cache_measured
-            read += cache_read
-            host += cache_host
+    caches = engine.caches
+    measured = sum(all_gather_object(sum(cache.bytes_stored() for cache in caches)))
+    read = sum(all_gather_object(sum(cache.bytes_read(length) for cache in caches)))
+    host = sum(all_gather_object(sum(cache.bytes_host() for cache in caches)))
     tokens = engine.context.batch_size * engine.context.max_seq_length
     row = {"bytes/token": measured / tokens, "read/step": read}
     if host:
@@ -711,7 +713,7 @@ def eval_perplexity(
         figures.append(torch.stack((loss, kl, same)).cpu())
         engine.tokens.copy_(token)
         engine.step()
-        progress.tick(STEP * len(prompts))
+        progress.tick(STEP_COST * len(prompts))
     if reference is None:
         reference = torch.stack(kept)
     return torch.stack(figures, 1).double(), reference
@@ -783,12 +785,13 @@ def perplexity_row(
 def retrieval_scores(
     engine: Engine,
     hay: Haystack,
-    args: argparse.Namespace,
     kind: str,
     length: int,
+    n_samples: int,
+    n_facts: int,
     progress: ProgressLine,
 ) -> Tensor:
-    """Scores [args.samples] of one kind of task, fp64, from prompts of `length` tokens.
+    """Scores [n_samples] of one kind of task, fp64, from prompts of `length` tokens.
 
     Each prompt is prefilled, and the answer decoded greedily. A sample's number is its seed; depths
     rise evenly with it."""
@@ -799,13 +802,13 @@ def retrieval_scores(
     def ends_a_line(ids: list[int]) -> bool:
         return "\n" in decode(ids[-2:])
 
-    for first in range(0, args.samples, rows):
+    for first in range(0, n_samples, rows):
         prompts = []
         tasks = []
         for seed in range(first, first + rows):
-            seed = min(seed, args.samples - 1)  # the last may repeat, to fill the batch
-            depth = (seed + 0.5) / args.samples
-            prompt, task = eval_sample(hay, kind, seed, length, args.facts, depth)
+            seed = min(seed, n_samples - 1)  # the last may repeat, to fill the batch
+            depth = (seed + 0.5) / n_samples
+            prompt, task = eval_sample(hay, kind, seed, length, n_facts, depth)
             prompts.append(prompt)
             tasks.append(task)
         engine.prefill(prompts)
@@ -813,8 +816,8 @@ def retrieval_scores(
         answers = generate.decode_rows(engine, longest, ends_a_line, stride=16)
         for task, ids in zip(tasks, answers, strict=True):
             scores.append(task.score(decode(ids)))
-        progress.tick(min(rows, args.samples - first) * length)
-    return torch.tensor(scores[: args.samples], dtype=torch.float64)
+        progress.tick(min(rows, n_samples - first) * length)
+    return torch.tensor(scores[:n_samples], dtype=torch.float64)
 
 
 def retrieval_row(
@@ -830,7 +833,7 @@ def retrieval_row(
         engine = candidate.engine(args, rows, length + ANSWER_ROOM, least=1)
         row.update(ledger(engine, length))
         for kind in args.tasks:
-            scores = retrieval_scores(engine, hay, args, kind, length, progress)
+            scores = retrieval_scores(engine, hay, kind, length, args.samples, args.facts, progress)
             row[f"{kind} {length}"] = 100 * scores.mean().item()
             row["errors"][f"{kind} {length}"] = 100 * standard_error(scores)
     return row
@@ -913,7 +916,7 @@ def rows_needed(args: argparse.Namespace, texts: dict[str, ScoredText]) -> dict[
     return rows
 
 
-def columns_of(rows: list[dict]) -> list[str]:
+def columns_with_figures(rows: list[dict]) -> list[str]:
     """The columns of the table: those that some row has a figure of, costs before results."""
     first = ("method", "bytes/token", "host/token", "read/step", *Watched.NAMES)
     columns = []
@@ -966,7 +969,7 @@ def evaluate(args: argparse.Namespace) -> dict:
     references = {}
     n_tokens = args.samples * len(args.tasks) * sum(args.lengths)
     for text in texts.values():
-        n_tokens += sum(len(prompt) + STEP * args.continuation for prompt in text.prompts)
+        n_tokens += sum(len(prompt) + STEP_COST * args.continuation for prompt in text.prompts)
     with ProgressLine("evaluate, tokens", len(candidates) * n_tokens) as progress:
         for candidate in candidates:
             try:
@@ -985,7 +988,7 @@ def evaluate(args: argparse.Namespace) -> dict:
             row["settings"] = candidate.options
             rows.append(row)
 
-            columns = columns_of(rows)
+            columns = columns_with_figures(rows)
             figures = [f"{column} {row[column]:.4g}" for column in columns[1:] if column in row]
             progress.clear()
             print(f"{candidate.label}: {', '.join(figures)}", file=sys.stderr, flush=True)
@@ -1030,13 +1033,13 @@ FULL = Sizes(  # as KL and TASKS in docs/results.md
 )
 
 
-def row_options(parser: Parser, rows: int = QUICK.rows) -> None:
+def row_options(parser: Parser, rows: int = QUICK.rows, prompts: str = "prompts") -> None:
     """Options of every command that compares candidates."""
     generate.add_weights_option(parser)
     method = "a row of the table, as sals:rank=0.125,bits=2; repeat it (default: dense and sals)"
     form = "NAME[:SETTING=VALUE,...][@FOLDER]"
     parser.option("--method", str, None, method, action="append", metavar=form)
-    about = "prompts in a batch, fewer where the memory holds no more"
+    about = f"{prompts} in a batch, fewer where the memory holds no more"
     parser.option("--rows", whole(1), rows, about, metavar="N")
 
 
@@ -1044,15 +1047,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     sizes = FULL if "--full" in argv else QUICK
     parser = Parser(description=__doc__)
     generate.add_model_options(parser)
-    row_options(parser, sizes.rows)
+    row_options(parser, sizes.rows, "prompts with facts")
     result_options(parser)
     parser.flag("--full", "the sizes of docs/results.md, where no option gives another one")
 
     text = "more text for perplexity; repeat it"
     parser.option("--text", Path, [], text, action="append", metavar="PATH")
-    rows = "how many texts have their continuation scored; 0: none"
+    rows = "windows of each text whose continuation is scored, all in one batch; 0: none"
     parser.option("--perplexity_rows", whole(0), sizes.perplexity_rows, rows, metavar="N")
-    prefix = "tokens that are prefilled"
+    prefix = "tokens of a window that are prefilled"
     parser.option("--prefix", whole(1), sizes.prefix, prefix, metavar="N")
     continuation = "tokens that are then decoded and scored"
     parser.option("--continuation", whole(1), sizes.continuation, continuation, metavar="N")

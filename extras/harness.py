@@ -5,8 +5,8 @@ beside them.
     python -m extras.harness --method dense --method sals --tasks ruler_vt ruler_cwe --limit 50
 
 Contexts are prefilled but for their last token. It is decoded, and so is what is scored or
-generated. The cache has room for the longest request; budgets are fractions of it: run tasks of
-unlike lengths apart.
+generated. The cache has room for the longest request. Budgets that are fractions are fractions of
+that room, so run tasks of very different lengths in commands of their own.
 """
 
 import argparse

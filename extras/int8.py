@@ -195,8 +195,12 @@ def launch_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) 
     """x [M, K] -> [M, N]."""
     M, K = x.shape
     N = len(codes)
-    check(x=(x, x.dtype, M, K), codes=(codes, torch.int8, N, K), scale=(scale, torch.bfloat16, N))
-    check(x=(x, x.dtype, M, K), bias=(bias, x.dtype, N))
+    check(
+        x=(x, x.dtype, M, K),
+        codes=(codes, torch.int8, N, K),
+        scale=(scale, torch.bfloat16, N),
+        bias=(bias, x.dtype, N),
+    )
     like = {"dtype": x.dtype, "device": x.device}
     if M > LINEAR_ROWS:
         weight = torch.empty(N, K, **like)

@@ -52,7 +52,7 @@ from typing import NamedTuple, get_origin
 import generate  # isort: skip (it sets how torch's threads wait, which torch reads when imported)
 import torch
 
-from calibrate import ProgressLine, add_command, result_options, save_csv, writable_file
+from calibrate import add_command, result_options, save_csv, writable_file
 from compress import replacing
 from extras.evaluate import (
     Candidate,
@@ -63,7 +63,7 @@ from extras.evaluate import (
     with_baseline,
 )
 from extras.parallel import rank
-from generate import Chat, Engine, Parser, decode_tokens, encode_chat, whole
+from generate import Chat, Engine, Parser, ProgressLine, decode_tokens, encode_chat, whole
 from model import (
     Tokenizer,
     UserError,
@@ -1064,6 +1064,11 @@ class Judged:
     text: str
 
 
+def kind_of(task: Task) -> str:
+    """Which columns of the table a task counts in."""
+    return CODE if task.category == CODE else "tools"
+
+
 def result_row(
     method: str,
     outcomes: dict[str, bool],
@@ -1077,9 +1082,7 @@ def result_row(
     outcomes, dense: is the answer to a task right, by the task's id."""
     row = {"method": method}
     for kind in ("tools", CODE):
-        ids = [
-            task_id for task_id in outcomes if (tasks[task_id].category == CODE) == (kind == CODE)
-        ]
+        ids = [task_id for task_id in outcomes if kind_of(tasks[task_id]) == kind]
         shared = [task_id for task_id in ids if task_id in dense]
         if ids:
             right = torch.tensor([outcomes[task_id] for task_id in ids], dtype=torch.float64)
@@ -1185,7 +1188,7 @@ def run_score(args: argparse.Namespace) -> dict:
         rows.append(result_row(method, own, outcomes.get("dense", {}), tasks, costs[method]))
     if not rows:
         raise UserError(f"{args.answers} has no answers")
-    columns = columns_of(rows)
+    columns = all_columns(rows)
     if args.csv:
         save_csv(args.csv, columns, rows)
     if args.verdicts:
@@ -1197,7 +1200,7 @@ def run_score(args: argparse.Namespace) -> dict:
     return {"rows": rows}
 
 
-def columns_of(rows: list[dict]) -> list[str]:
+def all_columns(rows: list[dict]) -> list[str]:
     """The columns of all rows."""
     columns = []
     for row in rows:

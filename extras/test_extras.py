@@ -106,7 +106,7 @@ SNAP, CENTRED = {"keep": 24, "room": 8, "window": 8, "pool": 3}, {"centre": True
 test_all.WIDE |= {"palu"}
 test_all.CODED |= {"palu"}
 test_all.FITTED_TO_PROMPTS |= {"shadowkv"}
-test_all.OF_THE_PROMPT |= {*"basis latent outlier outliers.vectors".split()}
+test_all.OF_THE_PROMPT |= {*"basis latent outlier_chunk outliers.vectors".split()}
 test_all.BOUNDS |= {"palu": 1e-4, "shadowkv": 1e-4, "sals_cann": 0.05}
 test_all.LOSSY_AT_ONCE |= {"shadowkv", "turboquant", "fp8"}
 CASES = [
@@ -128,7 +128,7 @@ GRAPHED, STORES = CASES, []
 def shadowkvs_exact(cache, places: torch.Tensor) -> torch.Tensor:
     """Which of 40 past tokens [40, Hkv] SHADOW keeps exactly: the recent ones and those of outlier
     chunks."""
-    return (places >= 31) | (places[..., None] // cache.chunk == cache.outlier[0]).any(-1)
+    return (places >= 31) | (places[..., None] // cache.chunk == cache.outlier_chunk[0]).any(-1)
 
 
 test_all.EXACT |= {"shadowkv": shadowkvs_exact}
@@ -246,7 +246,9 @@ def pure_quest(cache, row, n, q, k, v):
     q, k = (cache.rope_from(x, 0) for x in (q, k))
 
     def step(i, h, q, k, v, stored):
-        return baselines.quest_step(q, k, v, stored, cache.page, sum(cache.budget) // cache.page)
+        return baselines.quest_step(
+            q, k, v, stored, cache.page_size, sum(cache.budget) // cache.page_size
+        )
 
     return test_all.by_head(cache, q, k, v, n, lambda h: (k[:n, h], v[:n, h]), step)
 
@@ -271,14 +273,14 @@ def pure_sals_cann(cache, row, n, q, k, v):
     q, k = (cache.rope_from(x, 0) for x in (q, k))
     low = test_all.spread(torch.einsum("shd,hdr->shr", k, cache.basis), 4)[-1]
     k, v = (codes * scale for codes, scale in map(kernels.quantize_int8, (k, v)))
-    pages = torch.arange(len(k)) // cache.page
+    pages = torch.arange(len(k)) // cache.page_size
 
     def step(i, h, q, k, v, _):
         # D is 16
-        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page
-        scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page)])
+        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page_size
+        scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page_size)])
         old = max(0, last + 1 - cache.n_last_pages)
-        n_best = sum(cache.budget) // cache.page - cache.n_last_pages
+        n_best = sum(cache.budget) // cache.page_size - cache.n_last_pages
         best = scores[:old].topk(min(old, n_best)).indices
         chosen = (torch.isin(pages, best) | (pages >= old))[: i + 1].nonzero()[:, 0]
         return (q @ keys[chosen, h].mT / 4).softmax(-1) @ values[chosen, h], chosen, None
@@ -377,7 +379,7 @@ def pure_shadowkv(cache, row, n, q, k, v):
     # [whole, Hkv]
     likeness = torch.cosine_similarity(chunks, chunks.mean(1, keepdim=True), dim=-1).amin(1)
     outliers = likeness.topk(min(settings.outliers, whole), 0, largest=False).indices.T
-    budget = cache.selected // cache.chunk, cache.chunk, settings.recent
+    budget = cache.n_selected // cache.chunk, cache.chunk, settings.recent
     for i in range(n, len(q)):
         given = q[i], k[i], v[i], stored, cache.basis[row], outliers
         out, chosen, stored = baselines.shadowkv_step(*given, budget, cache.rope)
@@ -1098,7 +1100,12 @@ def test_nano_answers_the_tasks(nano_haystack):
     args = SimpleNamespace(samples=4, facts=16)
     for kind in ("single", "multikey"):
         bar = generate.ProgressLine("test", 4)
-        assert evaluate.retrieval_scores(engine, nano_haystack, args, kind, 1500, bar).sum() >= 3
+        assert (
+            evaluate.retrieval_scores(
+                engine, nano_haystack, kind, 1500, args.samples, args.facts, bar
+            ).sum()
+            >= 3
+        )
 
 
 @pytest.mark.parametrize("kind", evaluate.TASKS)
@@ -2038,10 +2045,12 @@ def messages_of(*lines: str) -> list[dict[str, str]]:
     return [{"role": role, "content": line} for role, line in zip(roles, lines, strict=False)]
 
 
-def started_chat(folder: Path, template: str = "", context: int = 80, n: int = 12) -> chat.Chat:
+def started_chat(
+    folder: Path, template: str = "", context: int = 80, n: int = 12
+) -> chat.Conversation:
     (folder / "chat_template.jinja").write_text(template)
     llm = generate.LLM(folder, device="cpu", max_seq_length=context)
-    return chat.Chat(llm, template != "", max_new_tokens=n)
+    return chat.Conversation(llm, template != "", max_new_tokens=n)
 
 
 @pytest.mark.parametrize("as_chat", CHATS)
@@ -2443,7 +2452,7 @@ def test_throughput_tries_fewer_sequences_until_they_fit(cli, tmp_path, monkeypa
     (row,) = csv.DictReader((tmp_path / "t.csv").open())
     assert row["batch"] == "28"
     fits = 0
-    assert cli(line)[0] == 0 and "dense: no figures: not enough memory" in cli.err
+    assert cli(line)[0] == 2 and "dense: no figures: not enough memory" in cli.err
 
 
 def test_the_scarcer_memory_says_how_many_sequences_fit(monkeypatch):
@@ -2529,6 +2538,7 @@ def test_the_book_goes_on_where_it_ended(cli, tmp_path, monkeypatch):
     assert cli(line)[0] == 0 and timed[5:] == [("fdc", 2)]
     assert table() == [*without_fdc[:2], ("fdc", "2", 6.5), *without_fdc[2:]]
     assert cli(line)[0] == 0 and len(timed) == 6
+    assert f"{path} has all rows of one; --again measures them anew" in cli.err
     rows[1] = rows[1]._replace(options="--method fdc --no-balanced")
     assert cli(line)[0] == 0 and timed[6:] == [("fdc", 2)]
     assert cli(f"{line} --again")[0] == 0 and len(timed) == 7 + 5
@@ -2551,6 +2561,40 @@ def test_a_row_is_in_the_book_as_soon_as_it_is_measured(cli, tmp_path, monkeypat
     with contextlib.suppress(KeyboardInterrupt):
         cli(f"bench book --out {tmp_path}")
     assert [row["method"] for row in csv.DictReader((tmp_path / "one.csv").open())] == ["dense"]
+
+
+def test_a_row_is_read_from_its_text():
+    """Those of the book, too, with the share of queries that repeats."""
+    for part in bench.PARTS.values():
+        for row in part.rows:
+            assert bench.Row.parse(row.text()) == row
+    row = bench.Row("a", "tiny", 0, 40, "--method lrqk --k 20", repeat=0.5)
+    assert row.text() == "a|tiny|max|40|--method lrqk --k 20 --repeat 0.5"
+    assert bench.Row.parse(row.text()) == row
+
+
+def test_a_table_without_rows_is_an_error(cli, monkeypatch):
+    def measure(row, device):
+        raise UserError("not enough memory")
+
+    monkeypatch.setattr(bench, "time_step", measure)
+    code, out, err = cli("bench step --row 'kivi|nano|1|64|--method kivi'")
+    assert code == 2 and out == ""
+    assert "kivi: no figures: not enough memory" in err
+    assert err.endswith("error: no row could be measured; why stands above\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("command", ["book --part steps", "ragged"])
+def test_a_gpu_that_is_missing_is_named_before_anything_is_timed(command, cli, tmp_path):
+    out = f" --out {tmp_path}" if "book" in command else ""
+    assert "torch sees no CUDA device" in cli.refusal(f"bench {command} --device cuda{out}")
+
+
+def test_rows_that_would_hide_one_another_are_refused(cli):
+    same = "--row 'kivi|nano|1|64|--method kivi' --row 'kivi|nano|1|64|--method kivi --bits 2'"
+    assert "two rows of one size are named 'kivi'" in cli.refusal(f"bench step {same}")
+    assert "no shape 'huge'" in cli.refusal("bench step --row 'kivi|huge|1|64|--method kivi'")
 
 
 def test_prompts_of_the_book_are_read_into_the_caches(monkeypatch):
@@ -3691,7 +3735,7 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, every_folder)
 
     model = load_model(every_folder, CPU, torch.float32)
     with mock.patch.object(compress.Method, "fold_all", folded):
-        coded, _ = generate.load(every_folder, "cpu", weights="int8", method=method)
+        coded, _ = generate.load_checkpoint(every_folder, "cpu", weights="int8", method=method)
     assert made == [["torch.int8"] * i + ["torch.float32"] + ["none"] * (3 - i) for i in range(4)]
     artifact = compress.load_artifact(every_folder, method, model)
     prompts, more = [random_ids(30), random_ids(20, 1)], [random_ids(4, 2), random_ids(4, 3)]
@@ -3711,7 +3755,7 @@ def test_int8_weights_are_those_that_the_method_has_folded(method, every_folder)
 def test_int8_weights_take_their_bytes_and_are_of_another_cache(cli, every_folder, tmp_path):
     line = f"generate --checkpoint {every_folder} --prompt 30 --max_new_tokens 4 --ignore_eos"
     assert cli(f"{line} --save_cache {tmp_path}/c")[0] == 0
-    model, _ = generate.load(every_folder, "cpu", weights="int8")
+    model, _ = generate.load_checkpoint(every_folder, "cpu", weights="int8")
     outputs = [[128 + 2 * 64, 48], [48, 128], [2 * 64, 48], [48, 64]]  # of wqkv, wo, w13, w2
     codes = sum(4 * n * k + 4 * 2 * n for n, k in outputs) + 4096 * (48 + 2)
     floats = 2 * 4096 * 48 + 4 * 48 * (2 * 4 + 1)

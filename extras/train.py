@@ -159,7 +159,7 @@ def retrieval_document(
 
 @dataclass
 class Stage:
-    """A part of the training: steps batches of batch x length tokens."""
+    """A part of the training: `steps` steps, each over `batch` documents of `length` tokens."""
 
     batch: int
     length: int
@@ -366,8 +366,8 @@ def learning_rate(peak: float, done: int, total: int) -> float:
 def save_state(path: Path, model: Llama, optimizer: torch.optim.AdamW, done: int) -> None:
     """Writes weights, both moments and the number of steps done, in one file of torch.save."""
     state = {"step": done, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    with replacing_file(path) as partial:
-        torch.save(state, partial)
+    with replacing_file(path) as new_file:
+        torch.save(state, new_file)
 
 
 def load_state(path: Path, model: Llama, optimizer: torch.optim.AdamW) -> int:

@@ -335,7 +335,7 @@ class CompressedAttention(nn.Module):
 # --------------------------------------------------------------------------- what compress() checks
 
 
-def empty_model(hf_model: transformers.PreTrainedModel, config: ModelConfig) -> Llama:
+def empty_model_like(hf_model: transformers.PreTrainedModel, config: ModelConfig) -> Llama:
     """Our model of the same shape and dtype, without memory but for its last norm, which says the
     device."""
     with torch.device("meta"):
@@ -461,7 +461,7 @@ def compress(
     weights = {f"model.{name}": parameter for name, parameter in inner.named_parameters()}
 
     # 1. What cannot work is refused.
-    model = empty_model(hf_model, config)
+    model = empty_model_like(hf_model, config)
     check_weights(model, weights)
     artifact = checked_artifact(Path(folder or hf_model.name_or_path), method, model, weights)
     check_capacity(max_seq_length, config, "max_seq_length")
