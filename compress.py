@@ -1384,7 +1384,8 @@ class KiviCache(DenseCache):
         R = settings.residual
         if R < GROUP or R % GROUP:
             raise UserError(f"--residual {R}: give a multiple of 32, at least 32")
-        # One group more than fits, so that no block is full before it has R tokens.
+        # A cache of fewer than R tokens takes a smaller ring. It is longer than the cache, so that
+        # its block never fills: the paper quantises nothing before there are R tokens.
         n_recent = min(R, (context.max_seq_length // GROUP + 1) * GROUP)
         exact = exact_stores(context, n_sinks=0, n_recent=n_recent)
         keys = ChannelKeys(context, settings.bits, ring=exact[0])
@@ -1785,10 +1786,11 @@ def mean_rotations(context: CacheContext) -> Rotations:
     a row attends does not depend on how many tokens the cache has room for."""
     n_blocks = -(-context.max_seq_length // SCORE_BLOCK)
     cos, sin = rope_tables(context.config, n_blocks * SCORE_BLOCK, context.device)
-    blocks = (n_blocks, SCORE_BLOCK)
-    return Rotations(
-        SCORE_BLOCK, cos.unflatten(0, blocks).mean(1), sin.unflatten(0, blocks).mean(1)
-    )
+    # A mean for each block: one reduction over all might sum in an order that depends on how many
+    # there are.
+    mean_cos = [block.mean(0) for block in cos.split(SCORE_BLOCK)]
+    mean_sin = [block.mean(0) for block in sin.split(SCORE_BLOCK)]
+    return Rotations(SCORE_BLOCK, torch.stack(mean_cos), torch.stack(mean_sin))
 
 
 def summed_query(q: Tensor, basis: Tensor, n_kv_heads: int) -> Tensor:
@@ -2018,8 +2020,8 @@ class LatentCache(Cache):
     """What the caches of both variants have in common.
 
     Each has a `budget`, is sparse or not, and has four kinds of tokens: `latents` and `values` of
-    all, `keys` rebuilt from the latents, and `exact` ones. It says how it makes a `latent`, scores
-    tokens and decodes."""
+    all, `keys` rebuilt from the latents, and `exact` ones. It says how it makes a `latent` and
+    scores tokens, and may write a token in one launch (`write_latent`)."""
 
     budget: Budget
     is_sparse: bool
@@ -2029,6 +2031,11 @@ class LatentCache(Cache):
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
         """The latents [n, r] of k [n, Hkv, D] before RoPE; projected: as wqkv made them, if it
         did."""
+        raise NotImplementedError
+
+    def score(self, pos: Tensor, q: Tensor, q_rotated: Tensor, *projected: Tensor) -> Tensor:
+        """A score of every token [B, 1, 1, S]. q [B, Hq, D]: before RoPE; q_rotated: after it;
+        projected: what wqkv made besides the latent."""
         raise NotImplementedError
 
     def scored_bytes(self) -> int:
@@ -3136,7 +3143,8 @@ def fold_elitekv(
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> nn.Linear:
-    """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: as they are)."""
+    """A frozen layer of weight [out, in] and bias [out] or None, in dtype (None: the
+    weight's)."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     dtype = dtype or weight.dtype
     layer.weight = nn.Parameter(weight.to(dtype).contiguous(), False)
@@ -3290,13 +3298,16 @@ def fdc_ranks(values: Tensor, rate: float, adaptive: bool = True) -> Tensor:
     """How many columns each head keeps (Eq. 1): the least number that loses at most `rate`, rounded
     up to a multiple of 16 (by real columns, where the paper pads with zeros). Singular values
     [L, Hkv, D] -> ranks [L, Hkv]. Not adaptive: all heads have the mean of these ranks (ours), to
-    the nearest multiple of 8, since the kernel takes no others."""
+    the nearest multiple of 8, since the kernel takes no others (or D, where all keep all)."""
     ranks = (fdc_tails(values) > rate).sum(-1) + 1
     ranks = (-(-ranks // 16) * 16).clamp(max=values.shape[-1])
     if adaptive:
         return ranks
+    D = values.shape[-1]
     mean = ranks.double().mean().item()
-    rank = min(max(1, round(mean / 8)) * 8, values.shape[-1])
+    rank = D
+    if mean < D:
+        rank = min(max(1, round(mean / 8)) * 8, D)
     return torch.full_like(ranks, rank)
 
 

@@ -123,7 +123,8 @@ def check_positions(pos: Tensor, S: int, least: int | None = None) -> None:
         fits = pos < S
         if least is not None:
             fits &= pos >= least
-        need(bool(fits.all()), f"positions {pos.tolist()} do not fit in {S} tokens")
+        span = f"in {S} tokens" if least is None else f"into {least} to {S - 1}"
+        need(bool(fits.all()), f"positions {pos.tolist()} do not fit {span}")
 
 
 def check_store(B: int, H: int, S: int, **parts: tuple) -> tuple[int, ...]:
@@ -2332,14 +2333,16 @@ class KernelValues(NamedTuple):
     DV: int
 
 
-def kernel_values(v: Tensor, v_scale: Tensor | None, bits: int, dtype: torch.dtype) -> KernelValues:
+def kernel_values(
+    v: Tensor, v_scale: Tensor | None, bits: int, dtype: torch.dtype, B: int, Hkv: int, S: int
+) -> KernelValues:
     """v [B, Hkv, S, DV] of this dtype with bits = 16, whatever the dtype, and no scale; or codes of
-    2 or 4 bits with the scale that check_coded_values wants."""
-    B, Hkv, S, width = v.shape
+    2 or 4 bits with the scale that check_coded_values wants. Raises ValueError for others."""
     if bits == 16:
         need(v_scale is None, "values of 16 bits have no scale")
-        strides = check_store(B, Hkv, S, values=(v, dtype, width))
-        return KernelValues(v, None, None, strides, width)
+        DV = v.shape[3]
+        strides = check_store(B, Hkv, S, values=(v, dtype, DV))
+        return KernelValues(v, None, None, strides, DV)
     need(v_scale is not None, f"values of {bits} bits need a scale")
     packing, strides = check_coded_values(v, v_scale, B, Hkv, S, bits)
     words, scale_words = as_words(v, v_scale)
@@ -3073,7 +3076,7 @@ def launch_attend_latents(
         need(
             even_scale.equal(odd_scale), "both dims of a RoPE pair have the same scale of the basis"
         )
-    values = kernel_values(v, v_scale, bits, q.dtype)
+    values = kernel_values(v, v_scale, bits, q.dtype, B, Hkv, S)
     DV = values.DV
     chosen = check_index(index, B, Hkv, Hq, S)
     z = check_exact(exact, q, Hkv, DV)
@@ -4217,7 +4220,7 @@ def launch_attend_logits(
     check_shape("logits", logits, torch.float32, B, Hkv, G, logits.shape[3])
     need(logits.stride(3) == 1, "the logits of a query must lie in line")
     check(q=(q, q.dtype, B, Hq, D), pos=(pos, torch.int32, B))
-    values = kernel_values(v, v_scale, bits, q.dtype)
+    values = kernel_values(v, v_scale, bits, q.dtype, B, Hkv, S)
     DV = values.DV
     chosen = check_index(index, B, Hkv, Hq, S)
     need(chosen.sets == 1, "all heads have the tokens of one index")
@@ -4865,9 +4868,9 @@ def fetch_rows(
     """hot[place] = rows[index] where miss. The kernel reads only missing rows.
 
     rows [B, Hkv, S, W] lie on the GPU, or in host memory that is mapped into it; index, place int64
-    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. All places of
-    a head are distinct, and every index is a token, where nothing is missing, too: PyTorch reads
-    and writes these as well."""
+    [B, Hkv, n]; miss bool [B, Hkv, n]; hot [B, Hkv, slots, W]. All places of a head are distinct,
+    and every index is a token, where nothing is missing, too: PyTorch reads and writes these as
+    well."""
     if kernel:
         launch_fetch_rows(rows, index, place, miss, hot)
     else:

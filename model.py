@@ -154,8 +154,8 @@ class Attention(nn.Module):
         return self.wo(self.attend_heads(self.wqkv(x), attend))
 
     def attend_heads(self, qkv: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """wqkv's output [..., sum of widths] -> all heads' outputs side by side [..., Hq * D], the
-        input of wo."""
+        """wqkv's output [..., sum of widths] -> all heads' outputs side by side [..., Hq * D] (of a
+        method that folds values, their ranks in place of D), the input of wo."""
         q, k, v, *folded = qkv.split(self.widths, dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim)))  # [..., Hq, D]
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim)))  # [..., Hkv, D]
@@ -736,7 +736,9 @@ def find_weights(files: dict[Path, set[str] | None], config: ModelConfig) -> dic
         found = shape_of.get(name)
         wanted = asked.get(name)
         if found != wanted:
-            fault = f"is {found or 'missing'}, config.json asks for {wanted or 'none'}"
+            found = "missing" if found is None else found
+            wanted = "none" if wanted is None else wanted
+            fault = f"is {found}, config.json asks for {wanted}"
             where = file_of.get(name, folder)
             raise UserError(f"{where}: tensor {name} {fault}; the two do not belong together")
     return file_of

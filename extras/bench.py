@@ -73,12 +73,13 @@ class Row(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Row":
-        """Reads LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS. Raises UserError where it is not so."""
+        """Reads LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, where OPTIONS may end in --repeat SHARE.
+        Raises UserError where it is not so."""
         at_least_one = whole(1)
         try:
             label, shape, sequences, tokens, options = text.split("|")
             sequences = sequences.strip()
-            options, _, repeat = options.partition(" --repeat ")
+            options, _, repeat = f" {options}".partition(" --repeat ")
             return cls(
                 label=label.strip(),
                 shape=shape.strip(),
@@ -88,7 +89,8 @@ class Row(NamedTuple):
                 repeat=number_in("[0, 1)")(repeat) if repeat else 0.0,
             )
         except (ValueError, argparse.ArgumentTypeError):
-            raise UserError(f"row {text!r}: write LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS") from None
+            form = "LABEL|SHAPE|SEQUENCES|TOKENS|OPTIONS, perhaps with --repeat 0 to below 1 last"
+            raise UserError(f"row {text!r}: write {form}") from None
 
     def text(self) -> str:
         """What `parse` reads."""
@@ -311,10 +313,11 @@ def step_figures(engine: Engine, row: Row) -> dict:
 
     times_ms = [us / 1000 / STEPS for us in times_of(steps, engine.pos.device, runs=5)]
     median_ms = times_ms[2]
-    stored = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
-    read_by_one = sum(cache.bytes_read(row.tokens) for cache in engine.caches)
-    stored = sum(all_gather_object(stored))  # of all processes
-    read_by_one = sum(all_gather_object(read_by_one))
+    own_stored = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
+    own_read_by_one = sum(cache.bytes_read(row.tokens) for cache in engine.caches)
+    # All processes together.
+    stored = sum(all_gather_object(own_stored))
+    read_by_one = sum(all_gather_object(own_read_by_one))
     return {
         "batch": n_sequences,
         "ms": median_ms,
@@ -390,13 +393,15 @@ def time_prompt(row: Row, device: str) -> list[dict]:
     runs = 3 if row.tokens < 1 << 17 else 1
     times_us = times_of(lambda: engine.prefill(prompts), engine.pos.device, runs)
     times_s = [us / 1e6 for us in times_us]
+    own_bytes = sum(cache.bytes_stored() for cache in engine.caches)
+    own_host_bytes = sum(cache.bytes_host() for cache in engine.caches)
     return [
         {
             "read_s": times_s[runs // 2],
             "least_s": times_s[0],
             "most_s": times_s[-1],
-            "bytes": sum(cache.bytes_stored() for cache in engine.caches),
-            "host_bytes": sum(cache.bytes_host() for cache in engine.caches),
+            "bytes": sum(all_gather_object(own_bytes)),
+            "host_bytes": sum(all_gather_object(own_host_bytes)),
             "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         }
     ]
@@ -803,12 +808,12 @@ PROMPT_ROWS = [
     Row("kivi", M8B, 1, 32768, "--method kivi"),
     Row("fp8", M8B, 1, 32768, "--method fp8"),
 ]
-for n_tokens in (8192, 32768, 131072):
+for prompt_tokens in (8192, 32768, 131072):
     PROMPT_ROWS += [
-        Row("fdc", M8B, 1, n_tokens, "--method fdc"),
-        Row("fdc by heads", M8B, 1, n_tokens, "--method fdc --no-balanced"),
-        Row("fdc equal ranks", M8B, 1, n_tokens, "--method fdc --no-adaptive"),
-        Row("palu", M8B, 1, n_tokens, "--method palu"),
+        Row("fdc", M8B, 1, prompt_tokens, "--method fdc"),
+        Row("fdc by heads", M8B, 1, prompt_tokens, "--method fdc --no-balanced"),
+        Row("fdc equal ranks", M8B, 1, prompt_tokens, "--method fdc --no-adaptive"),
+        Row("palu", M8B, 1, prompt_tokens, "--method palu"),
     ]
 CAPACITY_ROWS = capacity_rows(
     [M8B], [8192, 32768, 131072], ["fp8", "kivi", "sals", "elitekv", "fdc", "loki"]
