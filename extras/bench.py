@@ -45,7 +45,7 @@ from extras.evaluate import (
     retrieval_scores,
     row_options,
 )
-from extras.parallel import all_gather_object
+from extras.parallel import all_gather_object, sum_of_processes
 from generate import LLM, NANO, Engine, Parser, ProgressLine, clock, number_in, whole
 from model import (
     SHAPES,
@@ -140,7 +140,7 @@ def capacity_rows(
 def by_size(rows: list[Row]) -> list[Row]:
     """The rows, those of one size one after another, with a dense one before them.
 
-    Of rows of one label and size the last one counts. A label "dense" replaces the dense row."""
+    A row with the label "dense" takes the place of the dense one."""
     ordered = []
     for size in dict.fromkeys(row.size() for row in rows):
         by_label = {"dense": Row("dense", *size)}
@@ -313,11 +313,9 @@ def step_figures(engine: Engine, row: Row) -> dict:
 
     times_ms = [us / 1000 / STEPS for us in times_of(steps, engine.pos.device, runs=5)]
     median_ms = times_ms[2]
-    own_stored = sum(cache.bytes_stored() + cache.bytes_host() for cache in engine.caches)
-    own_read_by_one = sum(cache.bytes_read(row.tokens) for cache in engine.caches)
-    # All processes together.
-    stored = sum(all_gather_object(own_stored))
-    read_by_one = sum(all_gather_object(own_read_by_one))
+    caches = engine.caches
+    stored = sum_of_processes(sum(cache.bytes_stored() + cache.bytes_host() for cache in caches))
+    read_by_one = sum_of_processes(sum(cache.bytes_read(row.tokens) for cache in caches))
     return {
         "batch": n_sequences,
         "ms": median_ms,
@@ -393,15 +391,14 @@ def time_prompt(row: Row, device: str) -> list[dict]:
     runs = 3 if row.tokens < 1 << 17 else 1
     times_us = times_of(lambda: engine.prefill(prompts), engine.pos.device, runs)
     times_s = [us / 1e6 for us in times_us]
-    own_bytes = sum(cache.bytes_stored() for cache in engine.caches)
-    own_host_bytes = sum(cache.bytes_host() for cache in engine.caches)
+    caches = engine.caches
     return [
         {
             "read_s": times_s[runs // 2],
             "least_s": times_s[0],
             "most_s": times_s[-1],
-            "bytes": sum(all_gather_object(own_bytes)),
-            "host_bytes": sum(all_gather_object(own_host_bytes)),
+            "bytes": sum_of_processes(sum(cache.bytes_stored() for cache in caches)),
+            "host_bytes": sum_of_processes(sum(cache.bytes_host() for cache in caches)),
             "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         }
     ]

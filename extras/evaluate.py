@@ -49,7 +49,7 @@ import calibrate
 import compress
 from calibrate import result_options, save_csv, text_files, text_ids, windows
 from compress import Cache, CacheContext, load_artifact, method_named, settings_from
-from extras.parallel import all_gather_object, rank, world_size
+from extras.parallel import all_gather_object, rank, sum_of_processes, world_size
 from generate import Engine, Parser, ProgressLine, Sampling, load_checkpoint, whole
 from model import Llama, UserError, load_config, load_tokenizer
 
@@ -455,10 +455,11 @@ class Watched:
 
     def result(self) -> dict[str, float]:
         """Means over the steps; empty for a cache that attends all its tokens."""
-        attended, recall, mass, steps = self.sums.tolist()
+        *sums, steps = self.sums.tolist()
         if steps == 0:
             return {}
-        return {"attended": attended / steps, "recall": recall / steps, "mass": mass / steps}
+        means = [total / steps for total in sums]
+        return dict(zip(self.NAMES, means, strict=True))
 
 
 ANSWER_ROOM = 96  # tokens of a cache beyond a retrieval prompt
@@ -651,9 +652,9 @@ def ledger(engine: Engine, length: int) -> dict[str, float]:
     """Bytes, of all processes together: "bytes/token", measured on the device; "host/token", in
     host memory, where a method uses it; "read/step", from a row of `length` tokens."""
     caches = engine.caches
-    measured = sum(all_gather_object(sum(cache.bytes_stored() for cache in caches)))
-    read = sum(all_gather_object(sum(cache.bytes_read(length) for cache in caches)))
-    host = sum(all_gather_object(sum(cache.bytes_host() for cache in caches)))
+    measured = sum_of_processes(sum(cache.bytes_stored() for cache in caches))
+    read = sum_of_processes(sum(cache.bytes_read(length) for cache in caches))
+    host = sum_of_processes(sum(cache.bytes_host() for cache in caches))
     tokens = engine.context.batch_size * engine.context.max_seq_length
     row = {"bytes/token": measured / tokens, "read/step": read}
     if host:

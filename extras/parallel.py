@@ -60,6 +60,11 @@ def all_gather_object(value: object) -> list:
     return values
 
 
+def sum_of_processes(value: float) -> float:
+    """The sum of what every process gives as `value`; in all processes."""
+    return sum(all_gather_object(value))
+
+
 class SharedInput:
     """The stdin of process 0, in the place of every process's own: all read the same."""
 

@@ -277,7 +277,8 @@ def pure_sals_cann(cache, row, n, q, k, v):
 
     def step(i, h, q, k, v, _):
         # D is 16
-        logits, last = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4, i // cache.page_size
+        logits = low[: i + 1, h] @ (q.mean(0) @ cache.basis[h]) / 4
+        last = i // cache.page_size
         scores = torch.stack([part.logsumexp(0) for part in logits.split(cache.page_size)])
         old = max(0, last + 1 - cache.n_last_pages)
         n_best = sum(cache.budget) // cache.page_size - cache.n_last_pages
