@@ -2027,6 +2027,7 @@ class LatentCache(Cache):
     is_sparse: bool
     latents: TokenStore
     values: TokenStore
+    keys: RebuiltKeys
 
     def latent(self, k: Tensor, *projected: Tensor) -> Tensor:
         """The latents [n, r] of k [n, Hkv, D] before RoPE; projected: as wqkv made them, if it
